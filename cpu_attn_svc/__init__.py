@@ -1,0 +1,1 @@
+"""Host KV pool and decode attention on the CPU."""

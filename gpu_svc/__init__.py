@@ -1,0 +1,1 @@
+"""Weights, GPU KV cache, linear operations, prefill and GPU decode attention, swapping, sampling."""

@@ -1,0 +1,1 @@
+"""NeoFlex: serves large language models on one GPU and the CPU beside it."""

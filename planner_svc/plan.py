@@ -1,0 +1,141 @@
+"""What passes between planner and executor, as values: IterationPlan down, IterationResult up.
+
+`wire.py` converts both to and from their protobuf messages; nothing else in the scheduler's reach knows protobuf.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class Mode(Enum):
+    """How an iteration uses the two processors."""
+
+    GPU_ONLY = "gpu_only"
+    ASYMMETRIC = "asymmetric"
+
+
+class Tier(Enum):
+    """Where a sequence's KV lies."""
+
+    GPU = "gpu"
+    HOST = "host"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a sequence's tokens are drawn, every default resolved. Meanings as in SequenceSampling of the proto."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    num_logprobs: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class NewSequence:
+    sequence_id: int
+    token_ids: tuple[int, ...]
+    tier: Tier
+    blocks: tuple[int, ...]
+    sampling: Sampling
+    num_generated_tokens: int
+    """How many of token_ids were generated: not 0 after a recomputation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    sequence_id: int
+    target: Tier
+    blocks: tuple[int, ...]
+    """All blocks owned in the target tier, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewBlocks:
+    sequence_id: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    sequence_id: int
+    start: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SubBatch:
+    prefills: tuple[PrefillChunk, ...] = ()
+    gpu_decodes: tuple[int, ...] = ()
+    cpu_decodes: tuple[int, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that pass the linear operations."""
+        return sum(chunk.num_tokens for chunk in self.prefills) + len(self.gpu_decodes) + len(self.cpu_decodes)
+
+
+@dataclass(frozen=True, slots=True)
+class IterationPlan:
+    """Everything one iteration does; applied in the order released, new, swaps, new blocks, sub-batches.
+
+    Of two sub-batches the second holds CPU decodes only. No sub-batch holds work: the plan only releases.
+    """
+
+    epoch: int
+    iteration: int
+    mode: Mode
+    released: tuple[int, ...] = ()
+    new_sequences: tuple[NewSequence, ...] = ()
+    swaps: tuple[Swap, ...] = ()
+    new_blocks: tuple[NewBlocks, ...] = ()
+    sub_batches: tuple[SubBatch, ...] = ()
+    host_blocks_used: int = 0
+    predicted_s: float = 0.0
+    """The estimator's word on how long it takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    chosen: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Nanoseconds, meanings as in IterationTimings of the proto."""
+
+    total_ns: int = 0
+    cpu_wait_ns: int = 0
+    cpu_attention_ns: int = 0
+    swap_ns: int = 0
+    head_ns: int = 0
+    idle_ns: int = 0
+
+
+class ExecutionError(Enum):
+    CPU_ATTENTION_LOST = "cpu_attention_lost"
+    STALE = "stale"
+    INVALID_PLAN = "invalid_plan"
+    DEVICE = "device"
+
+
+@dataclass(frozen=True, slots=True)
+class IterationResult:
+    """What an iteration yielded: one token for each decode and for each prompt that was finished."""
+
+    epoch: int
+    iteration: int
+    tokens: tuple[tuple[int, int], ...] = ()
+    """(sequence_id, token_id)"""
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    """By sequence_id, for those that asked."""
+    timings: Timings = Timings()
+    swapped_out_bytes: int = 0
+    swapped_in_bytes: int = 0
+    gpu_attended_tokens: int = 0
+    cpu_attended_tokens: int = 0
+    error: ExecutionError | None = None
+    error_message: str = ""

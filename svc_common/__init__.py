@@ -1,0 +1,1 @@
+"""What the services share: configuration, model specs, gRPC set-up and the tensor plane."""

@@ -1,0 +1,139 @@
+"""One TOML file, loaded once by each service's `__main__`; every constructor is handed its own part.
+
+Sizes accept units ("256MiB"). Unknown keys and values out of range are refused, naming the key.
+"""
+
+import sys
+import tomllib
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
+
+DType = Literal["fp32", "bf16", "fp16"]
+Mode = Literal["auto", "gpu_only", "asymmetric"]
+
+
+class ConfigError(Exception):
+    """The configuration cannot be used. The text names the key and the limit."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelConfig(Section):
+    """Which model, and how it is presented."""
+
+    source: str = "smollm2-135m-instruct"
+    """Built-in name, directory of safetensors, GGUF file, or hub id."""
+    name: str = ""
+    """Name in answers; default: the source's last part."""
+
+
+class KvConfig(Section):
+    """Shape of the KV cache, common to both tiers."""
+
+    block_tokens: Annotated[int, Field(ge=1, le=256)] = 16
+    """Tokens in a block."""
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Type of keys and values; "auto": the compute type."""
+
+
+class PlannerConfig(Section):
+    """planner_svc: the door, the queues and the scheduler."""
+
+    listen: str = "127.0.0.1:50051"
+    """Address of the public gRPC service; `host:port` or `unix:path`."""
+    mode: Mode = "auto"
+    """"gpu_only" and "asymmetric" force a mode; "auto" chooses each iteration by predicted throughput."""
+    max_waiting_requests: Annotated[int, Field(ge=1)] = 1024
+    """Requests that may wait; further ones are refused."""
+    max_running_sequences: Annotated[int, Field(ge=1, le=4096)] = 256
+    """Sequences that hold KV blocks at a time."""
+    max_batch_tokens: Annotated[int, Field(ge=16, le=65536)] = 512
+    """Tokens one iteration computes at most: decodes and prefill chunks together."""
+    max_sequence_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Tokens of prompt and answer together; default: the model's context length."""
+
+
+class GpuConfig(Section):
+    """gpu_svc: the device and what lies on it."""
+
+    listen: str = "127.0.0.1:50052"
+    """Address of the executor's gRPC service."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """"auto": cuda where there is one."""
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Type to compute in; "auto" measures at start-up."""
+    kv_bytes: ByteSize = ByteSize(512 * 2**20)
+    """Cap of the GPU KV cache. 0 keeps all KV on the host."""
+    num_threads: Annotated[int, Field(ge=0)] = 0
+    """Threads of torch on the CPU device; 0: the cores this process may use, less those of cpu_attn_svc."""
+
+
+class CpuAttnConfig(Section):
+    """cpu_attn_svc: the host tier."""
+
+    listen: str = "127.0.0.1:50053"
+    """Address of the control gRPC service."""
+    kv_bytes: ByteSize = ByteSize(1024 * 2**20)
+    """Size of the host KV pool. 0 runs without the service."""
+    num_threads: Annotated[int, Field(ge=1)] = 1
+    """Threads at start; changes live by RPC."""
+    max_threads: Annotated[int, Field(ge=0)] = 0
+    """Most threads by RPC; 0: the cores this process may use."""
+    instruction_set: Literal["auto", "scalar", "avx2", "avx512", "neon"] = "auto"
+    """Kernel to use; "auto": the best this processor runs."""
+    segment_dir: Path = Path("/dev/shm")
+    """Directory of the shared region."""
+
+
+class Config(Section):
+    """The whole file."""
+
+    model: ModelConfig = ModelConfig()
+    kv: KvConfig = KvConfig()
+    planner: PlannerConfig = PlannerConfig()
+    gpu: GpuConfig = GpuConfig()
+    cpu_attn: CpuAttnConfig = CpuAttnConfig()
+
+    @model_validator(mode="after")
+    def _has_somewhere_to_keep_kv(self) -> "Config":
+        if self.gpu.kv_bytes == 0 and self.cpu_attn.kv_bytes == 0:
+            raise ValueError("gpu.kv_bytes and cpu_attn.kv_bytes are both 0: there is no place for KV")
+        if self.planner.mode == "asymmetric" and self.cpu_attn.kv_bytes == 0:
+            raise ValueError('planner.mode "asymmetric" needs cpu_attn.kv_bytes greater than 0')
+        return self
+
+
+def load(path: Path) -> Config:
+    """Reads a TOML file. Raises ConfigError naming each bad key."""
+    try:
+        with path.open("rb") as file:
+            return parse(tomllib.load(file), str(path))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not TOML: {error}") from error
+
+
+def parse(values: dict[str, object], origin: str) -> Config:
+    """Checks values as read from TOML. Raises ConfigError naming each bad key."""
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        lines = [f"{'.'.join(map(str, item['loc'])) or 'config'}: {item['msg']}" for item in error.errors()]
+        raise ConfigError(f"{origin}: " + "; ".join(lines)) from error
+
+
+def load_from_argv(service: str) -> Config:
+    """The file named on a service's command line; prints what is wrong and exits with 2 otherwise."""
+    if len(sys.argv) != 3 or sys.argv[1] != "--config":
+        print(f"usage: python -m {service} --config FILE.toml", file=sys.stderr)
+        raise SystemExit(2)
+    try:
+        return load(Path(sys.argv[2]))
+    except ConfigError as error:
+        print(f"{service}: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
