@@ -1,0 +1,104 @@
+"""How every service answers gRPC: message limits, keep-alive, health, reflection, drain on SIGTERM."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import Callable, Sequence
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+MAX_MESSAGE_BYTES = 64 * 2**20
+_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # Clients that ping a quiet stream every 10 s must not be cut off.
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.so_reuseport", 0),
+]
+CHANNEL_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+]
+LIVENESS = "liveness"
+READINESS = "readiness"
+
+logger = logging.getLogger(__name__)
+
+
+class GrpcServer:
+    """A grpc.aio server with `grpc.health.v1` and reflection.
+
+    Health names: "" and each service follow readiness; "liveness" and "readiness" can be asked for by name.
+    """
+
+    def __init__(self, listen: str, service_names: Sequence[str]) -> None:
+        """`listen` is `host:port` or `unix:path`; port 0 takes a free one. `service_names` are full gRPC names."""
+        self._server = grpc.aio.server(options=_OPTIONS)
+        self._health = health.aio.HealthServicer()
+        self._service_names = list(service_names)
+        self._listen = listen
+        self._ready: bool | None = None
+        self._alive: bool | None = None
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection(
+            [*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server
+        )
+        self.address = listen
+
+    def register(self, add_to_server: Callable[..., None], servicer: object) -> None:
+        """`add_to_server` is a generated `add_XServicer_to_server`."""
+        add_to_server(servicer, self._server)
+
+    async def start(self) -> None:
+        """Listens; not ready yet. Raises RuntimeError where the address can't be had."""
+        port = self._server.add_insecure_port(self._listen)
+        if port == 0:
+            raise RuntimeError(f"cannot listen on {self._listen}")
+        if not self._listen.startswith("unix:"):
+            self.address = f"{self._listen.rpartition(':')[0]}:{port}"
+        await self.set_ready(False)
+        await self.set_alive(True)
+        await self._server.start()
+
+    async def set_ready(self, ready: bool) -> None:
+        """Whether requests are answered now. Cheap when nothing changes; watchers are told of changes."""
+        if ready != self._ready:
+            self._ready = ready
+            for name in ("", READINESS, *self._service_names):
+                await self._set(name, ready)
+
+    async def set_alive(self, alive: bool) -> None:
+        """Whether the service makes progress; one that does not wants a restart."""
+        if alive != self._alive:
+            self._alive = alive
+            await self._set(LIVENESS, alive)
+
+    async def _set(self, name: str, serving: bool) -> None:
+        status = health_pb2.HealthCheckResponse.ServingStatus
+        await self._health.set(name, status.SERVING if serving else status.NOT_SERVING)
+
+    async def stop(self, grace_s: float) -> None:
+        """Takes no new calls; running ones may end within `grace_s` seconds."""
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace_s)
+
+
+async def until_stop_signal() -> None:
+    """Returns at the first SIGTERM or SIGINT. A second one ends the process at once, as without a handler."""
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    await stop.wait()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with contextlib.suppress(ValueError):
+            loop.remove_signal_handler(number)
+
+
+def configure_logging(service: str) -> None:
+    """Lines of time, service, level and text on standard error."""
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {service} %(levelname)s %(message)s")
