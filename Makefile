@@ -1,0 +1,66 @@
+# The two commands: `make demo` and `make test`. `make help` lists the rest.
+#
+# PYTHON    interpreter to build the virtual environment with (>= 3.11; found by itself)
+# PIP_ARGS  further arguments for pip, e.g. an index that carries CPU builds of torch
+
+VENV := .venv
+BIN := $(VENV)/bin
+PACKAGES := neoflex svc_common planner_svc gpu_svc cpu_attn_svc
+SOURCES := $(PACKAGES) tests benchmarks
+BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints.txt \
+	$(shell find proto svc_common cpu_attn_svc \( -name '*.proto' -o -name '*.cc' -o -name '*.h' -o -name CMakeLists.txt \) 2>/dev/null)
+
+.PHONY: help demo test lint types imports protos format unit integration bench-serve clean
+.DEFAULT_GOAL := help
+
+help: ## This list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+demo: $(VENV)/.runtime ## Serve the default model and answer one prompt
+	@$(BIN)/neoflex demo
+
+test: lint types imports protos unit integration ## Everything that is checked
+
+lint: $(VENV)/.dev ## Style
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+
+types: $(VENV)/.dev ## Static types
+	$(BIN)/mypy
+
+imports: $(VENV)/.dev ## Who may import whom
+	$(BIN)/lint-imports
+
+protos: $(VENV)/.dev ## Contracts
+	$(BIN)/buf lint
+
+unit: $(VENV)/.dev ## Tests of one module each
+	$(BIN)/pytest tests --ignore tests/integration
+
+integration: $(VENV)/.dev ## Tests with the real services and the real model
+	$(BIN)/neoflex model fetch
+	$(BIN)/pytest tests/integration
+
+format: $(VENV)/.dev ## Rewrite the source in the project's style
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+bench-serve: $(VENV)/.dev ## Throughput and latency, beside transformers
+	$(BIN)/neoflex model fetch
+	$(BIN)/python benchmarks/serve.py
+
+clean: ## Remove what was built
+	rm -rf build $(VENV) neoflex/v1 svc_common/tensor_plane/*.so cpu_attn_svc/*.so
+
+$(VENV)/.python:
+	@sh tools/check_machine.sh "$(PYTHON)"
+	@$$(sh tools/check_machine.sh --python "$(PYTHON)") -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.runtime: $(VENV)/.python $(BUILD_INPUTS)
+	$(BIN)/pip install --quiet --constraint constraints.txt $(PIP_ARGS) --editable .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.runtime
+	$(BIN)/pip install --quiet --constraint constraints.txt $(PIP_ARGS) --editable '.[dev]'
+	@touch $@
