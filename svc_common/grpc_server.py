@@ -1,4 +1,4 @@
-"""How every service answers gRPC: message limits, keep-alive, health, reflection, drain on SIGTERM."""
+"""How every service answers gRPC: message limits, keep-alive, errors, health, reflection, drain on SIGTERM."""
 
 import asyncio
 import contextlib
@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+
+from svc_common.errors import ErrorInterceptor
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 _OPTIONS = [
@@ -37,8 +39,8 @@ class GrpcServer:
 
     def __init__(self, listen: str, service_names: Sequence[str]) -> None:
         """`listen` is `host:port` or `unix:path`; port 0 takes a free one. `service_names` are full gRPC names."""
-        self._server = grpc.aio.server(options=_OPTIONS)
-        self._health = health.aio.HealthServicer()
+        self._server = grpc.aio.server(options=_OPTIONS, interceptors=[ErrorInterceptor()])
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the type stubs lack it
         self._service_names = list(service_names)
         self._listen = listen
         self._ready: bool | None = None
