@@ -1,0 +1,245 @@
+"""Tokens per second and latency of the real stack, with transformers' `generate` beside it in the same run.
+
+Three systems take turns on the same prompts, round after round, so that a noisy machine is noisy for all:
+
+    transformers  one static batch of all prompts, fp32, all cores
+    gpu_only      all KV in the "GPU" cache, no CPU attention service, all cores to gpu_svc
+    asymmetric    a tenth of the KV in the "GPU" cache, the rest on the host; one core each to gpu_svc and cpu_attn_svc
+
+    python benchmarks/serve.py [--concurrency 1,8,32] [--rounds 3] [--dtype fp32] [--json FILE]
+"""
+
+import argparse
+import asyncio
+import json
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, PreTrainedModel, StoppingCriteriaList
+
+from neoflex import AsyncClient
+from neoflex.supervisor import LocalStack
+from svc_common.config import parse
+from svc_common.model.read_spec import read_spec
+from svc_common.model.store import ModelFiles, resolve
+
+SYSTEMS = ("transformers", "gpu_only", "asymmetric")
+
+
+@dataclass(frozen=True)
+class Round:
+    """One system, one concurrency, one round. Seconds."""
+
+    tokens_per_s: float
+    ttft_s: tuple[float, ...]
+    tpot_s: tuple[float, ...]
+    executor_busy: float | None = None
+    """Share of the wall time the executor spent in iterations."""
+    asymmetric_iterations: float | None = None
+    """Share of iterations with attention on the CPU."""
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Nearest-rank percentile of unsorted values."""
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+class Transformers:
+    """`generate` on one batch: the first token marks the end of the prefill."""
+
+    def __init__(self, files: ModelFiles) -> None:
+        gguf = {"gguf_file": files.gguf.name} if files.gguf else {}
+        self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            files.directory, dtype=torch.float32, **gguf
+        ).eval()
+
+    @torch.inference_mode()
+    def run(self, prompts: list[list[int]], num_tokens: int) -> Round:
+        times: list[float] = []
+
+        def note(ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
+            times.append(time.perf_counter())
+            return torch.zeros(len(ids), dtype=torch.bool)
+
+        batch = torch.tensor(prompts)
+        start = time.perf_counter()
+        # Called once per token, it serves as a clock.
+        self.model.generate(
+            batch,
+            attention_mask=torch.ones_like(batch),
+            do_sample=False,
+            min_new_tokens=num_tokens,
+            max_new_tokens=num_tokens,
+            eos_token_id=None,
+            pad_token_id=0,
+            stopping_criteria=StoppingCriteriaList([note]),
+        )
+        total = time.perf_counter() - start
+        ttft = times[0] - start
+        tpot = (times[-1] - times[0]) / (num_tokens - 1)
+        return Round(len(prompts) * num_tokens / total, (ttft,) * len(prompts), (tpot,) * len(prompts))
+
+
+@contextmanager
+def stack(system: str, files_source: str, kv_bytes: int, dtype: str) -> Iterator[LocalStack]:
+    """A running stack with room for `kv_bytes` of KV, placed as the system asks."""
+    gpu_share, host = (1.0, 0) if system == "gpu_only" else (0.1, int(1.2 * kv_bytes))
+    run_dir = Path(tempfile.mkdtemp(prefix="nfx-"))
+    config = parse(
+        {
+            "model": {"source": files_source},
+            "planner": {"listen": "127.0.0.1:0", "mode": system},
+            "gpu": {"device": "cpu", "dtype": dtype, "kv_bytes": int(gpu_share * kv_bytes)},
+            "cpu_attn": {"kv_bytes": host},
+        },
+        "benchmark",
+    )
+    local = LocalStack(config, run_dir)
+    local.start()
+    try:
+        local.wait_ready(120)
+        yield local
+    finally:
+        local.stop()
+
+
+async def drive(local: LocalStack, prompts: list[list[int]], num_tokens: int) -> Round:
+    """All prompts at once; each reads its own stream."""
+    ttfts, tpots = [], []
+
+    async def one(client: AsyncClient, prompt: list[int]) -> None:
+        start = time.perf_counter()
+        first = last = 0.0
+        async for delta in client.stream(token_ids=prompt, max_tokens=num_tokens, temperature=0.0, ignore_eos=True):
+            if delta.token_ids:
+                last = time.perf_counter()
+                first = first or last
+        ttfts.append(first - start)
+        tpots.append((last - first) / (num_tokens - 1))
+
+    async with AsyncClient(local.address) as client:
+        before = (await client.server_info()).counters
+        start = time.perf_counter()
+        await asyncio.gather(*(one(client, prompt) for prompt in prompts))
+        total = time.perf_counter() - start
+        after = (await client.server_info()).counters
+    asymmetric = after.asymmetric_iterations - before.asymmetric_iterations
+    gpu_only = after.gpu_only_iterations - before.gpu_only_iterations
+    return Round(
+        len(prompts) * num_tokens / total,
+        tuple(ttfts),
+        tuple(tpots),
+        (after.executor_busy_ns - before.executor_busy_ns) / 1e9 / total,
+        asymmetric / max(1, asymmetric + gpu_only),
+    )
+
+
+def measure(args: argparse.Namespace) -> dict[int, dict[str, list[Round]]]:
+    files = resolve(args.model)
+    spec = read_spec(files)
+    transformers = Transformers(files)
+    generator = torch.Generator().manual_seed(0)
+    results: dict[int, dict[str, list[Round]]] = {}
+    for concurrency in args.concurrency:
+        prompts = torch.randint(100, spec.vocab_size, (concurrency, args.prompt_tokens), generator=generator).tolist()
+        kv_bytes = concurrency * (args.prompt_tokens + args.new_tokens + 16) * spec.kv_bytes_per_token(4)
+        rounds: dict[str, list[Round]] = {system: [] for system in SYSTEMS}
+        for _ in range(args.rounds):
+            rounds["transformers"].append(transformers.run(prompts, args.new_tokens))
+            for system in SYSTEMS[1:]:
+                with stack(system, args.model, kv_bytes, args.dtype) as local:
+                    asyncio.run(drive(local, [prompt[:8] for prompt in prompts], 4))  # warm up
+                    rounds[system].append(asyncio.run(drive(local, prompts, args.new_tokens)))
+        results[concurrency] = rounds
+    return results
+
+
+def summarise(rounds: list[Round], baseline: float) -> dict[str, float | None]:
+    """Medians over rounds; latencies over all requests of all rounds."""
+    ttft = [value for r in rounds for value in r.ttft_s]
+    tpot = [value for r in rounds for value in r.tpot_s]
+    rate = statistics.median(r.tokens_per_s for r in rounds)
+    busy = [r.executor_busy for r in rounds if r.executor_busy is not None]
+    share = [r.asymmetric_iterations for r in rounds if r.asymmetric_iterations is not None]
+    return {
+        "ratio": rate / baseline,
+        "tokens_per_s": rate,
+        "ttft_p50_s": percentile(ttft, 0.5),
+        "ttft_p95_s": percentile(ttft, 0.95),
+        "tpot_p50_s": percentile(tpot, 0.5),
+        "tpot_p95_s": percentile(tpot, 0.95),
+        "executor_busy": statistics.median(busy) if busy else None,
+        "asymmetric_iterations": statistics.median(share) if share else None,
+    }
+
+
+def print_table(results: dict[int, dict[str, list[Round]]], args: argparse.Namespace) -> dict[str, object]:
+    table = Table(
+        title=f"{args.model}, {args.prompt_tokens} tokens in, {args.new_tokens} out, {args.dtype}, {machine()}"
+    )
+    columns = (
+        "requests",
+        "system",
+        "x transformers",
+        "tokens/s",
+        "TTFT p50 / p95 s",
+        "TPOT p50 / p95 ms",
+        "busy",
+        "on CPU",
+    )
+    for column in columns:
+        table.add_column(column, justify="left" if column == "system" else "right")
+    report: dict[str, object] = {}
+    for concurrency, rounds in results.items():
+        baseline = statistics.median(r.tokens_per_s for r in rounds["transformers"])
+        for system in SYSTEMS:
+            row = summarise(rounds[system], baseline)
+            report[f"{system}@{concurrency}"] = row
+            table.add_row(
+                str(concurrency),
+                system,
+                f"{row['ratio']:.2f}",
+                f"{row['tokens_per_s']:.1f}",
+                f"{row['ttft_p50_s']:.2f} / {row['ttft_p95_s']:.2f}",
+                f"{1e3 * row['tpot_p50_s']:.0f} / {1e3 * row['tpot_p95_s']:.0f}",
+                *("" if row[key] is None else f"{row[key]:.0%}" for key in ("executor_busy", "asymmetric_iterations")),
+            )
+    Console(width=120).print(table)
+    return report
+
+
+def machine() -> str:
+    """Processor and cores, as the kernel names them."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    return f"{name}, {torch.get_num_threads()} cores"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Throughput and latency beside transformers, in one run.")
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--concurrency", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8, 32])
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--dtype", default="fp32")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    results = measure(args)
+    report = print_table(results, args)
+    if args.json:
+        raw = {str(n): {s: [asdict(r) for r in rs] for s, rs in rounds.items()} for n, rounds in results.items()}
+        args.json.write_text(json.dumps({"machine": machine(), "summary": report, "rounds": raw}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

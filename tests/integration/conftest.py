@@ -1,0 +1,76 @@
+"""The real services on the real default model, and what transformers says of it."""
+
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from support.prompts import TEXTS, long_text
+from support.reference import Reference
+
+from neoflex.supervisor import LocalStack
+from svc_common.config import Config, parse
+from svc_common.model.store import ModelFiles, resolve
+from svc_common.model.tokenizer import Tokenizer, load_tokenizer
+
+MODEL = "smollm2-135m-instruct"
+LONG_PROMPT_TOKENS = 1500
+
+StackFactory = Callable[..., LocalStack]
+
+
+@pytest.fixture(scope="session")
+def files() -> ModelFiles:
+    return resolve(MODEL)
+
+
+@pytest.fixture(scope="session")
+def reference(files: ModelFiles) -> Reference:
+    return Reference(files)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(files: ModelFiles) -> Tokenizer:
+    return load_tokenizer(files)
+
+
+@pytest.fixture(scope="session")
+def prompts(tokenizer: Tokenizer) -> list[list[int]]:
+    """Twelve varied prompts as token ids; the last is 1,500 tokens long."""
+    texts = [tokenizer.encode(text) for text in TEXTS]
+    return [*texts, tokenizer.encode(long_text())[:LONG_PROMPT_TOKENS]]
+
+
+@pytest.fixture
+def start(request: pytest.FixtureRequest) -> Iterator[StackFactory]:
+    """Starts the three services and waits until they are ready; all are stopped after the test.
+
+    Called with sections: `start(gpu={"kv_bytes": "64MiB"}, planner={"mode": "auto"})`. Computes in fp32.
+    """
+    stacks: list[LocalStack] = []
+
+    def start_stack(**sections: dict[str, object]) -> LocalStack:
+        run_dir = Path(tempfile.mkdtemp(prefix="nfx-"))
+        stack = LocalStack(stack_config(run_dir, **sections), run_dir)
+        stacks.append(stack)
+        stack.start()
+        stack.wait_ready(120)
+        return stack
+
+    yield start_stack
+    for stack in stacks:
+        stack.stop()
+
+
+def stack_config(run_dir: Path, **sections: dict[str, object]) -> Config:
+    segments = run_dir / "shm"
+    segments.mkdir()
+    values: dict[str, dict[str, object]] = {
+        "model": {"source": MODEL},
+        "planner": {"listen": "127.0.0.1:0"},
+        "gpu": {"device": "cpu", "dtype": "fp32"},
+        "cpu_attn": {},
+    }
+    for name, section in sections.items():
+        values.setdefault(name, {}).update(section)
+    return parse(dict(values), "test")
