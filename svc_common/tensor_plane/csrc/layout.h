@@ -1,0 +1,125 @@
+// What lies where in the shared region: control words, exchange slots, KV pool.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+
+#include "doorbell.h"
+
+namespace neoflex {
+
+// Anything that is wrong with a region, in words for a person.
+struct PlaneError : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+inline constexpr std::uint64_t region_magic = 0x4e4f494745524e46;  // "FNREGION" in memory
+// Raise it with every change of this file.
+inline constexpr std::uint32_t layout_version = 1;
+inline constexpr int num_slots = 2;
+inline constexpr int max_head_dim = 256;
+inline constexpr std::size_t page_bytes = 4096;
+inline constexpr std::size_t line_bytes = 64;
+
+enum class DType : std::uint32_t { fp32 = 1, fp16 = 2, bf16 = 3 };
+
+constexpr std::size_t dtype_bytes(DType dtype) { return dtype == DType::fp32 ? 4 : 2; }
+
+inline DType parse_dtype(std::string_view name) {
+    if (name == "fp32") return DType::fp32;
+    if (name == "fp16") return DType::fp16;
+    if (name == "bf16") return DType::bf16;
+    throw PlaneError("dtype \"" + std::string(name) + "\" is none of fp32, fp16, bf16");
+}
+
+constexpr std::size_t round_up(std::size_t value, std::size_t multiple) {
+    return (value + multiple - 1) / multiple * multiple;
+}
+
+// The attention that is computed over this region.
+struct Shape {
+    std::int32_t num_layers;
+    std::int32_t num_q_heads;
+    std::int32_t num_kv_heads;
+    std::int32_t head_dim;
+    std::int32_t block_tokens;
+    DType kv_dtype;
+    DType exchange_dtype;
+    std::int32_t max_sequences;
+    float softmax_scale;
+    std::int32_t sliding_window;  // tokens each query sees, itself included; 0: all
+
+    bool operator==(const Shape&) const = default;
+
+    // Query heads that share a KV head.
+    std::int32_t group() const { return num_q_heads / num_kv_heads; }
+    // K or V of one block, all KV heads.
+    std::size_t half_block_elements() const {
+        return static_cast<std::size_t>(num_kv_heads) * block_tokens * head_dim;
+    }
+    // K and V of one block in one layer.
+    std::size_t layer_block_bytes() const { return 2 * half_block_elements() * dtype_bytes(kv_dtype); }
+
+    void check() const {
+        if (num_layers < 1 || num_kv_heads < 1 || num_q_heads < 1 || block_tokens < 1 || max_sequences < 1)
+            throw PlaneError("shape: layers, heads, block_tokens and max_sequences must be at least 1");
+        if (num_q_heads % num_kv_heads != 0) throw PlaneError("shape: num_kv_heads must divide num_q_heads");
+        if (head_dim < 1 || head_dim > max_head_dim) throw PlaneError("shape: head_dim must be in [1, 256]");
+        if (sliding_window < 0) throw PlaneError("shape: sliding_window must not be negative");
+    }
+};
+
+// Offsets in bytes. `slot_*` count from the start of a slot, the others from the start of the region.
+struct Layout {
+    std::size_t exchange_offset;
+    std::size_t slot_bytes;
+    std::size_t slot_q;    // [max_sequences, num_q_heads, head_dim], exchange dtype
+    std::size_t slot_k;    // [max_sequences, num_kv_heads, head_dim]
+    std::size_t slot_v;    // like k
+    std::size_t slot_out;  // like q
+    std::size_t pool_offset;
+    std::size_t pool_bytes;  // [num_layers, num_blocks, 2 (K, V), num_kv_heads, block_tokens, head_dim], kv dtype
+    std::size_t region_bytes;
+};
+
+struct alignas(line_bytes) Control {
+    std::atomic<std::uint64_t> magic;  // written last
+    std::uint32_t version;
+    std::int32_t num_blocks;
+    std::uint64_t epoch;
+    std::uint64_t region_bytes;
+    Shape shape;
+    alignas(line_bytes) std::atomic<std::uint32_t> attached;  // 1 once the executor has mapped the region
+    std::atomic<std::uint32_t> closed;                        // 1 once either side has given the region up
+    std::atomic<std::uint64_t> refused_iteration;             // last iteration that the worker refused
+    Doorbell submitted[num_slots];                            // rung by the executor
+    Doorbell completed[num_slots];                            // rung by the worker
+};
+
+static_assert(sizeof(Control) <= page_bytes);
+
+inline Layout layout_of(const Shape& shape, std::int32_t num_blocks) {
+    const std::size_t q_bytes = round_up(static_cast<std::size_t>(shape.max_sequences) * shape.num_q_heads *
+                                             shape.head_dim * dtype_bytes(shape.exchange_dtype),
+                                         line_bytes);
+    const std::size_t kv_bytes = round_up(static_cast<std::size_t>(shape.max_sequences) * shape.num_kv_heads *
+                                              shape.head_dim * dtype_bytes(shape.exchange_dtype),
+                                          line_bytes);
+    Layout layout{};
+    layout.exchange_offset = page_bytes;
+    layout.slot_q = 0;
+    layout.slot_k = q_bytes;
+    layout.slot_v = layout.slot_k + kv_bytes;
+    layout.slot_out = layout.slot_v + kv_bytes;
+    layout.slot_bytes = layout.slot_out + q_bytes;
+    layout.pool_offset = round_up(layout.exchange_offset + num_slots * layout.slot_bytes, page_bytes);
+    layout.pool_bytes = static_cast<std::size_t>(shape.num_layers) * num_blocks * shape.layer_block_bytes();
+    layout.region_bytes = round_up(layout.pool_offset + layout.pool_bytes, page_bytes);
+    return layout;
+}
+
+}  // namespace neoflex

@@ -1,0 +1,177 @@
+"""The executor's side of the tensor plane: per iteration `begin` and `finish`, per layer `submit` and `wait`."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import zmq
+
+from svc_common.tensor_plane import _plane
+from svc_common.tensor_plane.errors import PeerLostError, PlaneError, PlaneTimeoutError
+from svc_common.tensor_plane.messages import (
+    CpuSubBatch,
+    Descriptor,
+    Report,
+    SubmittedSubBatch,
+    WorkError,
+    WorkReport,
+    decode_report,
+    encode_descriptor,
+)
+from svc_common.tensor_plane.shape import RegionShape, numpy_dtype
+
+# A sleeping receiver looks this often whether its peer lives.
+_PEER_CHECK_MS = 20
+# Between a refusal in the region and the report that says why.
+_REFUSAL_TEXT_S = 1.0
+
+Array = npt.NDArray[Any]
+
+
+class TensorPlane:
+    """One attached region. Used by one thread at a time; `peer_alive` by any.
+
+    Per layer, slots are submitted in the order in which `begin` named them. Arrays are views of the region: writes to
+    `q`, `k` and `v` of a slot belong between its `wait` and its next `submit`, reads of `out` after its `wait`.
+    They stay valid after `close`.
+    """
+
+    pool: Array
+    """[num_layers, num_blocks, 2 (K, V), num_kv_heads, block_tokens, head_dim]; bf16 as uint16."""
+    num_blocks: int
+
+    def __init__(self, region: _plane.Region, socket: zmq.Socket[bytes], shape: RegionShape) -> None:
+        """Use `attach`."""
+        self._region = region
+        self._socket = socket
+        self._submits = [0] * _plane.NUM_SLOTS
+        self._iteration = 0
+        self.num_blocks = region.num_blocks
+        memory = region.memory()
+        self.pool = _view(
+            memory,
+            region.pool_offset,
+            numpy_dtype(shape.kv_dtype),
+            (shape.num_layers, region.num_blocks, 2, shape.num_kv_heads, shape.block_tokens, shape.head_dim),
+        )
+        self._slots = [_slot_views(memory, region.slot_offsets(slot), shape) for slot in range(_plane.NUM_SLOTS)]
+
+    @classmethod
+    def attach(cls, path: str, endpoint: str, epoch: int, shape: RegionShape) -> "TensorPlane":
+        """Maps the region that OpenRegion named. Raises PlaneError where it is not the one asked for."""
+        region = _plane.Region.attach(path, epoch, shape.to_native())
+        socket = zmq.Context.instance().socket(zmq.PAIR)
+        socket.linger = 0
+        try:
+            socket.connect(endpoint)
+            # Says that the region is mapped, so that its name can go.
+            socket.send(encode_descriptor(Descriptor(epoch, 0, 0, ())))
+        except zmq.ZMQError as error:
+            socket.close()
+            region.close()
+            raise PlaneError(f"{endpoint}: {error}") from error
+        return cls(region, socket, shape)
+
+    def q(self, slot: int) -> Array:
+        """[max_sequences, num_q_heads, head_dim], exchange dtype."""
+        return self._slots[slot][0]
+
+    def k(self, slot: int) -> Array:
+        """[max_sequences, num_kv_heads, head_dim], exchange dtype."""
+        return self._slots[slot][1]
+
+    def v(self, slot: int) -> Array:
+        """[max_sequences, num_kv_heads, head_dim], exchange dtype."""
+        return self._slots[slot][2]
+
+    def out(self, slot: int) -> Array:
+        """[max_sequences, num_q_heads, head_dim], exchange dtype."""
+        return self._slots[slot][3]
+
+    def begin(self, iteration: int, sub_batches: Sequence[CpuSubBatch], host_blocks_used: int) -> None:
+        """Describes an iteration. Without sub-batches it only accounts for blocks, and `finish` must not follow."""
+        self._iteration = iteration
+        submitted = tuple(SubmittedSubBatch(batch, self._submits[batch.slot]) for batch in sub_batches)
+        message = encode_descriptor(Descriptor(self._region.epoch, iteration, host_blocks_used, submitted))
+        try:
+            self._socket.send(message, zmq.NOBLOCK)
+        except zmq.Again:
+            if not self.peer_alive():
+                raise PeerLostError("the CPU attention service is gone") from None
+            raise PlaneTimeoutError("the CPU attention service takes no more descriptors") from None
+
+    def submit(self, slot: int) -> None:
+        """q, k and v of this slot's next layer are in place."""
+        self._submits[slot] = (self._submits[slot] + 1) & 0xFFFFFFFF
+        self._region.submit(slot, self._submits[slot])
+
+    def wait(self, slot: int, timeout_s: float) -> None:
+        """Returns once `out` holds the answer to this slot's last submit."""
+        outcome = self._region.wait_completed(slot, self._submits[slot], self._iteration, timeout_s)
+        if outcome is _plane.Outcome.COMPLETED:
+            return
+        if outcome is _plane.Outcome.PEER_LOST:
+            raise PeerLostError("the CPU attention service is gone")
+        if outcome is _plane.Outcome.TIMED_OUT:
+            raise PlaneTimeoutError(f"no attention from the CPU within {timeout_s} s")
+        _raise_if_failed(self._receive_report(_REFUSAL_TEXT_S))
+        raise PlaneError(f"the CPU attention service refused iteration {self._iteration}")
+
+    def finish(self, timeout_s: float) -> Report:
+        """Ends an iteration that had work: what the CPU did in it."""
+        work = self._receive_report(timeout_s)
+        _raise_if_failed(work)
+        return work.report
+
+    def _receive_report(self, timeout_s: float) -> WorkReport:
+        """This iteration's report; those of iterations that were given up are dropped."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            remaining_ms = max(0, int((deadline - time.monotonic()) * 1000))
+            if self._socket.poll(min(remaining_ms, _PEER_CHECK_MS)):
+                work = decode_report(self._socket.recv())
+                if work.report.iteration == self._iteration:
+                    return work
+            elif not self.peer_alive():
+                raise PeerLostError("the CPU attention service is gone")
+            elif remaining_ms == 0:
+                raise PlaneTimeoutError(f"no report from the CPU attention service within {timeout_s} s")
+
+    def peer_alive(self) -> bool:
+        """Whether the CPU attention service lives and holds this region."""
+        return not self._region.is_closed and self._region.peer_alive()
+
+    def close(self) -> None:
+        """Gives the region up. Memory is unmapped with the last array."""
+        self._region.close()
+        self._socket.close()
+
+
+def _raise_if_failed(work: WorkReport) -> None:
+    if work.error is WorkError.INTERRUPTED:
+        raise PeerLostError(f"the CPU attention service gave the region up: {work.text}")
+    if work.error is not WorkError.NONE:
+        raise PlaneError(f"iteration {work.report.iteration} was refused: {work.text}")
+
+
+def _view(memory: npt.NDArray[np.uint8], offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+    num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    return memory[offset : offset + num_bytes].view(dtype).reshape(shape)
+
+
+def _slot_views(
+    memory: npt.NDArray[np.uint8], offsets: tuple[int, int, int, int], shape: RegionShape
+) -> tuple[Array, Array, Array, Array]:
+    """q, k, v and out of one exchange slot."""
+    dtype = numpy_dtype(shape.exchange_dtype)
+    q_shape = (shape.max_sequences, shape.num_q_heads, shape.head_dim)
+    kv_shape = (shape.max_sequences, shape.num_kv_heads, shape.head_dim)
+    q, k, v, out = offsets
+    return (
+        _view(memory, q, dtype, q_shape),
+        _view(memory, k, dtype, kv_shape),
+        _view(memory, v, dtype, kv_shape),
+        _view(memory, out, dtype, q_shape),
+    )

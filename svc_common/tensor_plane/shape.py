@@ -1,0 +1,48 @@
+"""The attention that one region is made for; both sides must name the same."""
+
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from svc_common.tensor_plane import _plane
+
+_NUMPY_DTYPES: dict[str, npt.DTypeLike] = {"fp32": np.float32, "fp16": np.float16, "bf16": np.uint16}
+
+
+def numpy_dtype(name: str) -> np.dtype[np.generic]:
+    """Type of arrays over the region. numpy knows no bf16: its bits come as uint16."""
+    return np.dtype(_NUMPY_DTYPES[name])
+
+
+@dataclass(frozen=True)
+class RegionShape:
+    """Fixed for the life of a region."""
+
+    num_layers: int
+    num_q_heads: int
+    num_kv_heads: int
+    """Divides num_q_heads."""
+    head_dim: int
+    """At most 256."""
+    block_tokens: int
+    kv_dtype: str
+    """Type of the pool: "fp32", "bf16" or "fp16"."""
+    exchange_dtype: str
+    """Type of q, k, v and out in the exchange slots."""
+    max_sequences: int
+    """Most decodes in one sub-batch."""
+    softmax_scale: float
+    """Factor on q·k before the softmax."""
+    sliding_window: int
+    """Tokens each query sees, itself included; 0: all."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers."""
+        tokens = self.num_layers * 2 * self.num_kv_heads * self.block_tokens
+        return tokens * self.head_dim * numpy_dtype(self.kv_dtype).itemsize
+
+    def to_native(self) -> _plane.Shape:
+        """Raises PlaneError where the shape is impossible."""
+        return _plane.Shape.make(**asdict(self))
