@@ -1,0 +1,59 @@
+"""What the scheduler may ask of any estimator, and the load it asks about."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class SubBatchLoad:
+    """The work of one sub-batch, in the quantities that set its time."""
+
+    prefill_chunks: tuple[tuple[int, int], ...] = ()
+    """(tokens of the chunk, tokens of the sequence before it)"""
+    num_gpu_decodes: int = 0
+    gpu_context_tokens: int = 0
+    """Tokens attended by all GPU decodes together, the one being processed included."""
+    num_cpu_decodes: int = 0
+    cpu_context_tokens: int = 0
+    num_outputs: int = 0
+    """Sequences that get a token: every decode and every prompt that ends here."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that pass the linear operations."""
+        return sum(chunk for chunk, _ in self.prefill_chunks) + self.num_gpu_decodes + self.num_cpu_decodes
+
+
+EMPTY_LOAD = SubBatchLoad()
+
+
+class Estimator(Protocol):
+    """Predicted seconds. Operations are per layer unless they say otherwise; none is negative."""
+
+    def linear_s(self, num_tokens: int) -> float:
+        """All linear operations of a layer; 0 for no tokens."""
+        ...
+
+    def prefill_s(self, chunk_tokens: int, past_tokens: int) -> float:
+        """Attention of one prefill chunk."""
+        ...
+
+    def gpu_decode_s(self, num_sequences: int, context_tokens: int) -> float:
+        """Attention of decodes on the GPU; `context_tokens` of all sequences together."""
+        ...
+
+    def cpu_decode_s(self, num_sequences: int, context_tokens: int) -> float:
+        """Attention of decodes on the CPU, from submit to wait."""
+        ...
+
+    def head_s(self, num_outputs: int) -> float:
+        """Output head and sampling, per iteration."""
+        ...
+
+    def swap_s(self, num_bytes: int) -> float:
+        """A copy between the tiers, all layers."""
+        ...
+
+    def iteration_s(self, first: SubBatchLoad, second: SubBatchLoad = EMPTY_LOAD, swap_bytes: int = 0) -> float:
+        """A whole iteration. Without a second sub-batch and CPU decodes this is the GPU-only batch."""
+        ...

@@ -1,0 +1,43 @@
+"""What the executor measured at start-up, as values; `wire.py` makes them from OperationTables of the proto."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class LinearPoint:
+    num_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPoint:
+    chunk_tokens: int
+    past_tokens: int
+    """Tokens of the sequence before the chunk."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePoint:
+    num_sequences: int
+    context_tokens: int
+    """Of all sequences together."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class OperationTables:
+    """Seconds of each operation: per layer, except `head` and `iteration_s`, which are per iteration.
+
+    A table without points is an operation that never runs here (no CPU attention attached, no KV on the GPU).
+    """
+
+    linear: tuple[LinearPoint, ...]
+    prefill: tuple[PrefillPoint, ...]
+    gpu_decode: tuple[DecodePoint, ...]
+    cpu_decode: tuple[DecodePoint, ...]
+    head: tuple[LinearPoint, ...]
+    swap_bytes_per_s: float
+    """0 where nothing can be swapped."""
+    iteration_s: float
+    """Cost of an iteration beside its layers, head and swaps."""

@@ -1,0 +1,136 @@
+"""Turns plans into protobuf messages, and results and tables out of them; called by the executor client alone."""
+
+from collections.abc import Iterable
+
+from neoflex.v1 import executor_pb2 as pb
+from planner_svc.estimator import DecodePoint, LinearPoint, OperationTables, PrefillPoint
+from planner_svc.plan import (
+    ExecutionError,
+    IterationPlan,
+    IterationResult,
+    Mode,
+    NewSequence,
+    Sampling,
+    SubBatch,
+    Tier,
+    Timings,
+    TokenLogprobs,
+)
+
+_MODES = {Mode.GPU_ONLY: pb.EXECUTION_MODE_GPU_ONLY, Mode.ASYMMETRIC: pb.EXECUTION_MODE_ASYMMETRIC}
+_TIERS = {Tier.GPU: pb.TIER_GPU, Tier.HOST: pb.TIER_HOST}
+_ERRORS: dict[int, ExecutionError] = {
+    pb.EXECUTION_ERROR_CPU_ATTENTION_LOST: ExecutionError.CPU_ATTENTION_LOST,
+    pb.EXECUTION_ERROR_STALE: ExecutionError.STALE,
+    pb.EXECUTION_ERROR_INVALID_PLAN: ExecutionError.INVALID_PLAN,
+    pb.EXECUTION_ERROR_DEVICE: ExecutionError.DEVICE,
+}
+
+
+def plan_to_message(plan: IterationPlan) -> pb.IterationPlan:
+    """The plan as the executor reads it; `predicted_s` stays here."""
+    return pb.IterationPlan(
+        epoch=plan.epoch,
+        iteration=plan.iteration,
+        mode=_MODES[plan.mode],
+        released_sequence_ids=plan.released,
+        new_sequences=[_new_sequence(new) for new in plan.new_sequences],
+        swaps=[
+            pb.Swap(sequence_id=swap.sequence_id, target=_TIERS[swap.target], blocks=swap.blocks)
+            for swap in plan.swaps
+        ],
+        new_blocks=[pb.NewBlocks(sequence_id=new.sequence_id, blocks=new.blocks) for new in plan.new_blocks],
+        sub_batches=[_sub_batch(batch) for batch in plan.sub_batches],
+        host_blocks_used=plan.host_blocks_used,
+    )
+
+
+def _new_sequence(new: NewSequence) -> pb.NewSequence:
+    return pb.NewSequence(
+        sequence_id=new.sequence_id,
+        token_ids=new.token_ids,
+        tier=_TIERS[new.tier],
+        blocks=new.blocks,
+        sampling=_sampling(new.sampling),
+        num_generated_tokens=new.num_generated_tokens,
+    )
+
+
+def _sampling(sampling: Sampling) -> pb.SequenceSampling:
+    return pb.SequenceSampling(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        num_logprobs=sampling.num_logprobs,
+    )
+
+
+def _sub_batch(batch: SubBatch) -> pb.SubBatch:
+    return pb.SubBatch(
+        prefills=[
+            pb.PrefillChunk(sequence_id=chunk.sequence_id, start=chunk.start, num_tokens=chunk.num_tokens)
+            for chunk in batch.prefills
+        ],
+        gpu_decode_sequence_ids=batch.gpu_decodes,
+        cpu_decode_sequence_ids=batch.cpu_decodes,
+    )
+
+
+def result_from_message(message: pb.IterationResult) -> IterationResult:
+    """Raises ValueError where the message contradicts itself."""
+    timings = message.timings
+    return IterationResult(
+        epoch=message.epoch,
+        iteration=message.iteration,
+        tokens=tuple(zip(message.sequence_ids, message.token_ids, strict=True)),
+        logprobs={
+            item.sequence_id: TokenLogprobs(
+                item.chosen, tuple(zip(item.top_token_ids, item.top_logprobs, strict=True))
+            )
+            for item in message.logprobs
+        },
+        timings=Timings(
+            total_ns=timings.total_ns,
+            cpu_wait_ns=timings.cpu_wait_ns,
+            cpu_attention_ns=timings.cpu_attention_ns,
+            swap_ns=timings.swap_ns,
+            head_ns=timings.head_ns,
+            idle_ns=timings.idle_ns,
+        ),
+        swapped_out_bytes=message.swapped_out_bytes,
+        swapped_in_bytes=message.swapped_in_bytes,
+        gpu_attended_tokens=message.gpu_attended_tokens,
+        cpu_attended_tokens=message.cpu_attended_tokens,
+        error=_error(message.error),
+        error_message=message.error_message,
+    )
+
+
+def _error(value: int) -> ExecutionError | None:
+    if value == pb.EXECUTION_ERROR_UNSPECIFIED:
+        return None
+    # A newer executor's word for a failure is still a failure: no token of the result may be used.
+    return _ERRORS.get(value, ExecutionError.DEVICE)
+
+
+def tables_from_message(message: pb.OperationTables) -> OperationTables:
+    """The measured tables as the estimator takes them."""
+    return OperationTables(
+        linear=_linear_points(message.linear),
+        prefill=tuple(PrefillPoint(p.chunk_tokens, p.past_tokens, p.seconds) for p in message.prefill),
+        gpu_decode=_decode_points(message.gpu_decode),
+        cpu_decode=_decode_points(message.cpu_decode),
+        head=_linear_points(message.head),
+        swap_bytes_per_s=message.swap_bytes_per_s,
+        iteration_s=message.iteration_s,
+    )
+
+
+def _linear_points(points: Iterable[pb.LinearPoint]) -> tuple[LinearPoint, ...]:
+    return tuple(LinearPoint(p.num_tokens, p.seconds) for p in points)
+
+
+def _decode_points(points: Iterable[pb.DecodePoint]) -> tuple[DecodePoint, ...]:
+    return tuple(DecodePoint(p.num_sequences, p.context_tokens, p.seconds) for p in points)
