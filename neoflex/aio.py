@@ -1,0 +1,173 @@
+"""The asyncio client: `client.py` with `await`."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Self, Unpack
+
+import grpc
+from grpc_health.v1 import health_pb2_grpc
+
+from neoflex import errors, wire
+from neoflex.channel import CHANNEL_OPTIONS, DEFAULT_ADDRESS, READY_POLL_S, READY_REQUEST, check_timeout_s, is_serving
+from neoflex.types import Completion, Delta, Finish, GenerateOptions, Load, Message, ModelInfo, ServerInfo, Usage
+from neoflex.v1 import inference_pb2 as pb
+from neoflex.v1.inference_pb2_grpc import InferenceServiceStub
+
+
+class AsyncClient:
+    """Calls a NeoFlex server at `host:port` or `unix:path`, within one event loop.
+
+    Every call raises a NeoflexError where the server refuses or fails. `timeout_s` bounds a whole call.
+    """
+
+    def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
+        self.address = address
+        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._stub = InferenceServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        self._health = health_pb2_grpc.HealthStub(self._channel)
+
+    async def generate(
+        self, prompt: str | None = None, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
+    ) -> Completion:
+        """Generates a whole answer. The prompt is a text, or one of the options `token_ids` and `messages`."""
+        request = wire.generate_request(prompt, options)
+        with self._errors():
+            return wire.completion(await self._stub.Generate(request, timeout=timeout_s))
+
+    def stream(
+        self, prompt: str | None = None, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
+    ) -> "AsyncStream":
+        """Generates an answer piece by piece; arguments as for `generate`. Closing the stream ends the request."""
+        request = wire.generate_request(prompt, options)
+        call = self._stub.GenerateStream(pb.GenerateStreamRequest(request=request), timeout=timeout_s)
+        return AsyncStream(call, request.request_id, self.address)
+
+    async def abort(self, *request_ids: str) -> tuple[str, ...]:
+        """Ends running requests; returns the ids that were running."""
+        with self._errors():
+            return tuple((await self._stub.Abort(pb.AbortRequest(request_ids=request_ids))).aborted_request_ids)
+
+    async def tokenize(
+        self, text: str | None = None, *, messages: Sequence[Message | Mapping[str, str]] | None = None
+    ) -> tuple[int, ...]:
+        """The token ids that a request with this prompt begins with."""
+        request = wire.tokenize_request(text, messages)
+        with self._errors():
+            return tuple((await self._stub.Tokenize(request)).token_ids)
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        with self._errors():
+            return str((await self._stub.Detokenize(pb.DetokenizeRequest(token_ids=token_ids))).text)
+
+    async def model_info(self) -> ModelInfo:
+        with self._errors():
+            return wire.model_info(await self._stub.GetModelInfo(pb.GetModelInfoRequest()))
+
+    async def server_info(self) -> ServerInfo:
+        with self._errors():
+            return wire.server_info(await self._stub.GetServerInfo(pb.GetServerInfoRequest()))
+
+    async def load(self) -> Load:
+        """What waits and runs, and what both tiers hold, at this moment."""
+        with self._errors():
+            return wire.load(await self._stub.GetLoad(pb.GetLoadRequest()))
+
+    async def is_ready(self, timeout_s: float = 1.0) -> bool:
+        """Whether requests are answered now; False where nobody listens."""
+        try:
+            return is_serving(await self._health.Check(READY_REQUEST, timeout=timeout_s))
+        except grpc.RpcError:
+            return False
+
+    async def wait_until_ready(self, timeout_s: float) -> None:
+        """Returns once requests are answered. Raises DeadlineExceededError when `timeout_s` is over."""
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + timeout_s
+        while not await self.is_ready(check_timeout_s(deadline - clock())):
+            if clock() >= deadline:
+                raise errors.not_ready(self.address, timeout_s)
+            await asyncio.sleep(READY_POLL_S)
+
+    async def close(self) -> None:
+        await self._channel.close(None)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except grpc.aio.AioRpcError as error:
+            raise errors.from_call(error, self.address) from error
+
+
+class AsyncStream:
+    """An answer in pieces: iterate over Deltas; `finish` and `usage` are there at the end.
+
+    Leave it early by `close` or as a context manager: the server then ends the request and frees its blocks.
+    """
+
+    def __init__(
+        self,
+        call: "grpc.aio.UnaryStreamCall[pb.GenerateStreamRequest, pb.GenerateStreamResponse]",
+        request_id: str,
+        address: str,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt_tokens: int | None = None
+        """Known from the first piece on."""
+        self.finish: Finish | None = None
+        self.usage: Usage | None = None
+        self._call = call
+        self._address = address
+        self._closed = False
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self
+
+    async def __anext__(self) -> Delta:
+        while not self._closed:
+            try:
+                response = await self._call.read()
+            except grpc.aio.AioRpcError as error:
+                self._closed = True
+                raise errors.from_call(error, self._address) from error
+            except asyncio.CancelledError:
+                if self._closed:  # Closed by another task while this one waited.
+                    break
+                raise
+            if isinstance(response, pb.GenerateStreamResponse):
+                match response.WhichOneof("event"):
+                    case "started":
+                        self.prompt_tokens = response.started.prompt_tokens
+                    case "delta":
+                        return wire.delta(response.delta)
+                    case "finished":
+                        self.finish = wire.finish(response.finished.finish)
+                        self.usage = wire.usage(response.finished.usage)
+            else:  # grpc.aio.EOF
+                self._closed = True
+                if self.finish is None:
+                    raise errors.cut_short(self._address)
+        raise StopAsyncIteration
+
+    async def close(self) -> None:
+        """Ends the request if it still runs. Harmless otherwise."""
+        self._closed = True
+        self._call.cancel()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self.close()

@@ -1,0 +1,161 @@
+"""`neoflex demo`: the whole path once, on this machine, with numbers, and nothing left afterwards."""
+
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from neoflex.cli.output import counter_rows, err, fetch_model, out, size
+from neoflex.cli.up import effective_config, pin_model, run_directory
+from neoflex.client import Client
+from neoflex.supervisor import LocalStack, StackError
+from neoflex.types import Completion, Counters, Message
+from svc_common.config import Config, CpuAttnConfig, ModelConfig
+
+_SUBJECTS = ("rivers", "volcanoes", "bees", "bridges", "clocks", "glaciers", "lighthouses", "bread", "maps", "owls")
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """What the demo saw from the outside."""
+
+    first_token_s: float
+    answer_s: float
+    answer_tokens: int
+    all_s: float
+    all_tokens: int
+    counters: Counters
+
+    @property
+    def per_token_s(self) -> float:
+        """Mean time between the answer's tokens after the first."""
+        return (self.answer_s - self.first_token_s) / max(1, self.answer_tokens - 1)
+
+
+def demo(
+    prompt: Annotated[str, typer.Argument(help="What to ask.")] = "Why is the sky blue?",
+    mode: Annotated[str, typer.Option(help="auto, gpu_only or asymmetric.")] = "auto",
+    gpu_kv_bytes: Annotated[str, typer.Option(help="GPU KV cache: small, so that the host gets work, too.")] = "16MiB",
+    host_kv_bytes: Annotated[str, typer.Option(help="Host KV pool.")] = "512MiB",
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests at a time, the shown one included.")] = 8,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of each answer.")] = 96,
+) -> None:
+    """Fetch the default model, serve it, stream an answer, say what happened, stop everything."""
+    signal.signal(signal.SIGTERM, _end_in_order)
+    name = ModelConfig().source
+    err.print(f"model: {fetch_model(name).gguf}", markup=False, soft_wrap=True)
+    with run_directory(None) as directory, _segment_directory() as segment_dir:
+        options: dict[tuple[str, str], object] = {
+            ("model", "source"): name,
+            ("planner", "listen"): "127.0.0.1:0",
+            ("planner", "mode"): mode,
+            ("gpu", "kv_bytes"): gpu_kv_bytes,
+            ("cpu_attn", "kv_bytes"): host_kv_bytes,
+            ("cpu_attn", "segment_dir"): segment_dir,
+        }
+        measured = _serve_once(pin_model(effective_config(None, options)), directory, prompt, concurrency, max_tokens)
+        _check_nothing_left(segment_dir)
+    out.print(_table(measured, concurrency))
+
+
+def _serve_once(config: Config, directory: Path, prompt: str, concurrency: int, max_tokens: int) -> _Measured:
+    stack = LocalStack(config, directory, on_event=lambda line: err.print(line, markup=False))
+    pids: dict[str, int] = {}
+    with stack:
+        started = time.monotonic()
+        with err.status("starting the services (measuring this machine takes some seconds)"):
+            stack.wait_ready()
+        pids = stack.pids
+        info = stack.server_info()
+        gpu, host = (size(blocks * info.block_bytes) for blocks in (info.gpu_blocks, info.host_blocks))
+        names = ", ".join(f"{name} ({pid})" for name, pid in pids.items())
+        err.print(f"ready after {time.monotonic() - started:.1f} s: {names}")
+        err.print(f"device {info.device}, KV {gpu} on the GPU and {host} on the host, mode {config.planner.mode}")
+        err.print(f"{concurrency - 1} more requests run beside this one, to give both processors work\n")
+        measured = _drive(stack, prompt, concurrency, max_tokens)
+        err.print("\nstopping")
+    if left := [name for name, pid in pids.items() if Path(f"/proc/{pid}").exists()]:
+        raise StackError(f"still running: {', '.join(left)}")
+    return measured
+
+
+def _drive(stack: LocalStack, prompt: str, concurrency: int, max_tokens: int) -> _Measured:
+    """Streams the answer to the terminal while the other requests run."""
+    with Client(stack.address) as client, ThreadPoolExecutor(max(1, concurrency - 1)) as pool:
+        before = client.server_info().counters
+        started = time.monotonic()
+        others = [pool.submit(_ask_beside, client, i, max_tokens) for i in range(concurrency - 1)]
+        first_token_s, num_tokens = 0.0, 0
+        with client.stream(messages=[Message("user", prompt)], temperature=0, max_tokens=max_tokens) as stream:
+            for delta in stream:
+                if delta.token_ids and not num_tokens:
+                    first_token_s = time.monotonic() - started
+                num_tokens += len(delta.token_ids)
+                sys.stdout.write(delta.text)
+                sys.stdout.flush()
+        answer_s = time.monotonic() - started
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+        all_tokens = num_tokens + _tokens_of(others)
+        all_s = time.monotonic() - started
+        done = client.server_info().counters.since(before)
+    return _Measured(first_token_s, answer_s, num_tokens, all_s, all_tokens, done)
+
+
+def _ask_beside(client: Client, number: int, max_tokens: int) -> Completion:
+    subject = _SUBJECTS[number % len(_SUBJECTS)]
+    messages = [Message("user", f"Tell me a long story about {subject}, number {number}.")]
+    return client.generate(messages=messages, max_tokens=max_tokens, seed=number, ignore_eos=True)
+
+
+def _tokens_of(futures: list[Future[Completion]]) -> int:
+    return sum(future.result().usage.completion_tokens for future in futures)
+
+
+@contextmanager
+def _segment_directory() -> Iterator[Path]:
+    """A private directory in shared memory, so that what is left there is ours."""
+    directory = Path(tempfile.mkdtemp(prefix="neoflex-demo-", dir=CpuAttnConfig().segment_dir))
+    try:
+        yield directory
+    finally:
+        for path in directory.iterdir():
+            path.unlink()
+        directory.rmdir()
+
+
+def _check_nothing_left(segment_dir: Path) -> None:
+    if left := sorted(path.name for path in segment_dir.iterdir()):
+        raise StackError(f"shared segments left in {segment_dir}: {', '.join(left)}")
+    err.print("nothing is left: all services ended, shared memory is released\n")
+
+
+def _end_in_order(number: int, frame: FrameType | None) -> None:
+    """SIGTERM unwinds the stack, which stops the services."""
+    raise SystemExit(128 + number)
+
+
+def _table(measured: _Measured, concurrency: int) -> Table:
+    table = Table(title="what happened", show_header=False, title_justify="left")
+    table.add_column(style="dim")
+    table.add_column(justify="right")
+    table.add_row("time to first token", f"{measured.first_token_s * 1e3:.0f} ms")
+    table.add_row("time per output token", f"{measured.per_token_s * 1e3:.1f} ms")
+    rate = measured.answer_tokens / measured.answer_s
+    table.add_row("this answer", f"{measured.answer_tokens} tokens, {rate:.1f} per second")
+    all_rate = measured.all_tokens / measured.all_s
+    table.add_row(f"all {concurrency} answers", f"{measured.all_tokens} tokens, {all_rate:.1f} per second")
+    table.add_section()
+    for name, value in counter_rows(measured.counters):
+        table.add_row(name, value)
+    return table

@@ -1,0 +1,103 @@
+"""`neoflex generate`: one prompt, its answer streamed to the terminal."""
+
+import dataclasses
+import json
+import sys
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from neoflex.channel import DEFAULT_ADDRESS
+from neoflex.cli.output import describe_usage, err, out
+from neoflex.client import Client, Stream
+from neoflex.types import Completion, GenerateOptions, Message, PositionLogprobs
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help='The prompt; "-" reads standard input.')],
+    address: Annotated[str, typer.Option(help="Server, host:port or unix:path.")] = DEFAULT_ADDRESS,
+    chat: Annotated[bool, typer.Option("--chat/--raw", help="Use the model's chat template, or the bare text.")] = True,
+    system: Annotated[str | None, typer.Option(help="System message, with --chat.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens to generate.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this sum.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Keep the K likeliest tokens; 0 keeps all.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="Keep tokens at least this share of the likeliest.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Makes the answer repeatable.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")] = None,
+    logprobs: Annotated[int | None, typer.Option(help="Show log-probabilities and the N likeliest tokens.")] = None,
+    timeout_s: Annotated[float | None, typer.Option("--timeout", help="Seconds for the whole answer.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
+) -> None:
+    """Generate an answer to a prompt."""
+    if prompt == "-":
+        prompt = sys.stdin.read()
+    if system is not None and not chat:
+        raise typer.BadParameter("needs --chat", param_hint="--system")
+    options = GenerateOptions()
+    if chat:
+        options["messages"] = [*([Message("system", system)] if system is not None else []), Message("user", prompt)]
+    given = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "seed": seed,
+        "stop": stop,
+        "logprobs": logprobs,
+    }
+    options.update({name: value for name, value in given.items() if value is not None})  # type: ignore[typeddict-item]
+    text = None if chat else prompt
+    with Client(address) as client:
+        try:
+            if as_json:
+                _print_json(client.generate(text, timeout_s=timeout_s, **options))
+            else:
+                _show(client, client.stream(text, timeout_s=timeout_s, **options))
+        except ValueError as error:  # A number that no request can carry.
+            raise typer.BadParameter(str(error)) from error
+
+
+def _print_json(answer: Completion) -> None:
+    fields = dataclasses.asdict(answer)
+    fields["finish"]["reason"] = answer.finish.reason.value
+    sys.stdout.write(json.dumps(fields, ensure_ascii=False) + "\n")
+
+
+def _show(client: Client, stream: Stream) -> None:
+    with stream:  # Ctrl-C closes it, and so ends the request.
+        positions = _print_stream(stream)
+    if positions:
+        _print_logprobs(client, positions)
+    if stream.usage and stream.finish:
+        err.print(f"[dim]{describe_usage(stream.usage)} · {stream.finish.reason.value}[/]")
+
+
+def _print_stream(stream: Stream) -> list[PositionLogprobs]:
+    """Writes the text as it comes; returns the log-probabilities that came with it."""
+    positions: list[PositionLogprobs] = []
+    wrote = False
+    try:
+        for delta in stream:
+            sys.stdout.write(delta.text)
+            sys.stdout.flush()
+            wrote = wrote or bool(delta.text)
+            positions += delta.logprobs
+    finally:  # Also before an error's line.
+        if wrote:
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+    return positions
+
+
+def _print_logprobs(client: Client, positions: list[PositionLogprobs]) -> None:
+    ids = {item.token_id for position in positions for item in (position.chosen, *position.top)}
+    texts = {token_id: repr(client.detokenize([token_id])) for token_id in ids}
+    table = Table("token", "id", "logprob", "likeliest")
+    for position in positions:
+        top = ", ".join(f"{texts[item.token_id]} {item.logprob:.3f}" for item in position.top)
+        chosen = position.chosen
+        table.add_row(texts[chosen.token_id], str(chosen.token_id), f"{chosen.logprob:.3f}", top)
+    out.print(table)

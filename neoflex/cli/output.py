@@ -1,0 +1,86 @@
+"""How the command speaks: answers on standard output, everything else on standard error."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from neoflex.types import Counters, Usage
+from svc_common.model import fetch
+from svc_common.model.store import ModelFiles
+
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def fail(text: str, code: int = 1) -> NoReturn:
+    """Prints what went wrong and exits."""
+    first, _, rest = text.partition("\n")
+    err.print("[bold red]error:[/]", end=" ")
+    err.print(first, markup=False, soft_wrap=True)
+    if rest:
+        err.print(rest, markup=False, soft_wrap=True)
+    raise SystemExit(code)
+
+
+def size(num_bytes: float) -> str:
+    """Bytes for people: 98.4 MiB."""
+    for unit in _UNITS[:-1]:
+        if abs(num_bytes) < 1024:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} {_UNITS[-1]}"
+
+
+def describe_usage(usage: Usage) -> str:
+    """Tokens and the two latencies, in one line."""
+    parts = [f"{usage.prompt_tokens} tokens in, {usage.completion_tokens} out"]
+    parts.append(f"TTFT {usage.time_to_first_token_s * 1e3:.0f} ms")
+    if usage.completion_tokens > 1:
+        parts.append(f"TPOT {usage.time_per_output_token_s * 1e3:.1f} ms")
+    if usage.recomputations:
+        parts.append(f"recomputed {usage.recomputations} times")
+    return " · ".join(parts)
+
+
+def counter_rows(counters: Counters) -> list[tuple[str, str]]:
+    """What the two processors did, as rows of a table."""
+    return [
+        ("iterations, GPU-only", f"{counters.gpu_only_iterations:,}"),
+        ("iterations, asymmetric", f"{counters.asymmetric_iterations:,}"),
+        ("tokens attended on the GPU", f"{counters.gpu_attended_tokens:,}"),
+        ("tokens attended on the CPU", f"{counters.cpu_attended_tokens:,}"),
+        ("KV moved to the host", size(counters.swapped_out_bytes)),
+        ("KV moved to the GPU", size(counters.swapped_in_bytes)),
+        ("tokens prefilled", f"{counters.prefilled_tokens:,}"),
+        ("tokens generated", f"{counters.generated_tokens:,}"),
+        ("preemptions", f"{counters.preemptions:,}"),
+        ("tokens recomputed", f"{counters.recomputed_tokens:,}"),
+        ("executor busy", f"{counters.executor_busy_ns / 1e9:.2f} s"),
+        ("of it waiting for the CPU", f"{counters.cpu_wait_ns / 1e9:.2f} s"),
+        ("CPU attention", f"{counters.cpu_attention_ns / 1e9:.2f} s"),
+        ("planning", f"{counters.planning_ns / 1e9:.2f} s"),
+    ]
+
+
+@contextmanager
+def fetch_progress() -> Iterator[fetch.Progress]:
+    """A progress bar for `fetch`."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=err, transient=True) as bar:
+        task = bar.add_task("", total=None)
+
+        def report(stage: str, done_bytes: int, total_bytes: int) -> None:
+            bar.update(task, description=stage, completed=done_bytes, total=total_bytes)
+
+        yield report
+
+
+def fetch_model(name: str) -> ModelFiles:
+    """Fetches a built-in model with a progress bar."""
+    with fetch_progress() as report:
+        return fetch.fetch(name, progress=report)

@@ -1,0 +1,57 @@
+"""`neoflex status`: what a running server is, holds and has done."""
+
+import dataclasses
+import json
+import sys
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from neoflex.channel import DEFAULT_ADDRESS
+from neoflex.cli.output import counter_rows, out, size
+from neoflex.client import Client
+from neoflex.types import Load, ModelInfo, ServerInfo
+
+
+def status(
+    address: Annotated[str, typer.Option(help="Server, host:port or unix:path.")] = DEFAULT_ADDRESS,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show model, placement, load and counters of a running server."""
+    with Client(address) as client:
+        model, server, load = client.model_info(), client.server_info(), client.load()
+    if as_json:
+        asdict = dataclasses.asdict
+        parts = {"model": asdict(model), "server": asdict(server), "load": asdict(load)}
+        sys.stdout.write(json.dumps(parts) + "\n")
+    else:
+        out.print(_table(address, model, server, load))
+
+
+def _table(address: str, model: ModelInfo, server: ServerInfo, load: Load) -> Table:
+    table = Table(title=f"NeoFlex {server.version} at {address}", show_header=False, title_justify="left")
+    table.add_column(style="dim")
+    table.add_column(justify="right")
+    table.add_row("model", model.name)
+    table.add_row("architecture", f"{model.architecture}, {model.num_parameters / 1e6:,.0f} M parameters")
+    table.add_row("context", f"{model.context_tokens:,} tokens")
+    table.add_row("device", f"{server.device}, computes in {model.compute_dtype}, KV in {model.kv_dtype}")
+    table.add_row("CPU attention threads", str(server.cpu_attention_threads))
+    table.add_row("up for", f"{server.uptime_s:,.0f} s", end_section=True)
+    table.add_row("KV on the GPU", _tier(load.gpu_blocks_used, load.gpu_blocks_total, server.block_bytes))
+    table.add_row("KV on the host", _tier(load.host_blocks_used, load.host_blocks_total, server.block_bytes))
+    table.add_row("KV block", f"{server.block_tokens} tokens, {size(server.block_bytes)}", end_section=True)
+    table.add_row("requests running", str(load.running_requests))
+    table.add_row("requests waiting", f"{load.waiting_requests} of at most {load.max_waiting_requests:,}")
+    counters = server.counters
+    table.add_row("requests accepted", f"{counters.accepted_requests:,}")
+    table.add_row("requests finished", f"{counters.finished_requests:,}")
+    table.add_row("requests refused", f"{counters.refused_requests:,}", end_section=True)
+    for name, value in counter_rows(counters):
+        table.add_row(name, value)
+    return table
+
+
+def _tier(used: int, total: int, block_bytes: int) -> str:
+    return f"{size(used * block_bytes)} of {size(total * block_bytes)}, {used:,} of {total:,} blocks"

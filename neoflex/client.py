@@ -1,0 +1,166 @@
+"""The blocking client: a thin face over the generated stub. `aio.py` is its asyncio twin."""
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Self, Unpack
+
+import grpc
+from grpc_health.v1 import health_pb2_grpc
+
+from neoflex import errors, wire
+from neoflex.channel import CHANNEL_OPTIONS, DEFAULT_ADDRESS, READY_POLL_S, READY_REQUEST, check_timeout_s, is_serving
+from neoflex.types import Completion, Delta, Finish, GenerateOptions, Load, Message, ModelInfo, ServerInfo, Usage
+from neoflex.v1 import inference_pb2 as pb
+from neoflex.v1.inference_pb2_grpc import InferenceServiceStub
+
+
+class Client:
+    """Calls a NeoFlex server at `host:port` or `unix:path`. Safe to share between threads.
+
+    Every call raises a NeoflexError where the server refuses or fails. `timeout_s` bounds a whole call.
+    """
+
+    def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
+        self.address = address
+        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._stub = InferenceServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        self._health = health_pb2_grpc.HealthStub(self._channel)
+
+    def generate(
+        self, prompt: str | None = None, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
+    ) -> Completion:
+        """Generates a whole answer. The prompt is a text, or one of the options `token_ids` and `messages`."""
+        request = wire.generate_request(prompt, options)
+        with self._errors():
+            return wire.completion(self._stub.Generate(request, timeout=timeout_s))
+
+    def stream(
+        self, prompt: str | None = None, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
+    ) -> "Stream":
+        """Generates an answer piece by piece; arguments as for `generate`. Closing the stream ends the request."""
+        request = wire.generate_request(prompt, options)
+        call = self._stub.GenerateStream(pb.GenerateStreamRequest(request=request), timeout=timeout_s)
+        return Stream(call, request.request_id, self.address)
+
+    def abort(self, *request_ids: str) -> tuple[str, ...]:
+        """Ends running requests; returns the ids that were running."""
+        with self._errors():
+            return tuple(self._stub.Abort(pb.AbortRequest(request_ids=request_ids)).aborted_request_ids)
+
+    def tokenize(
+        self, text: str | None = None, *, messages: Sequence[Message | Mapping[str, str]] | None = None
+    ) -> tuple[int, ...]:
+        """The token ids that a request with this prompt begins with."""
+        request = wire.tokenize_request(text, messages)
+        with self._errors():
+            return tuple(self._stub.Tokenize(request).token_ids)
+
+    def detokenize(self, token_ids: Sequence[int]) -> str:
+        with self._errors():
+            return str(self._stub.Detokenize(pb.DetokenizeRequest(token_ids=token_ids)).text)
+
+    def model_info(self) -> ModelInfo:
+        with self._errors():
+            return wire.model_info(self._stub.GetModelInfo(pb.GetModelInfoRequest()))
+
+    def server_info(self) -> ServerInfo:
+        with self._errors():
+            return wire.server_info(self._stub.GetServerInfo(pb.GetServerInfoRequest()))
+
+    def load(self) -> Load:
+        """What waits and runs, and what both tiers hold, at this moment."""
+        with self._errors():
+            return wire.load(self._stub.GetLoad(pb.GetLoadRequest()))
+
+    def is_ready(self, timeout_s: float = 1.0) -> bool:
+        """Whether requests are answered now; False where nobody listens."""
+        try:
+            return is_serving(self._health.Check(READY_REQUEST, timeout=timeout_s))
+        except grpc.RpcError:
+            return False
+
+    def wait_until_ready(self, timeout_s: float) -> None:
+        """Returns once requests are answered. Raises DeadlineExceededError when `timeout_s` is over."""
+        deadline = time.monotonic() + timeout_s
+        while not self.is_ready(check_timeout_s(deadline - time.monotonic())):
+            if time.monotonic() >= deadline:
+                raise errors.not_ready(self.address, timeout_s)
+            time.sleep(READY_POLL_S)
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _errors(self) -> contextlib.AbstractContextManager[None]:
+        return _typed_errors(self.address)
+
+
+class Stream:
+    """An answer in pieces: iterate over Deltas; `finish` and `usage` are there at the end.
+
+    Leave it early by `close` or as a context manager: the server then ends the request and frees its blocks.
+    """
+
+    def __init__(self, call: "grpc.CallIterator[pb.GenerateStreamResponse]", request_id: str, address: str) -> None:
+        self.request_id = request_id
+        self.prompt_tokens: int | None = None
+        """Known from the first piece on."""
+        self.finish: Finish | None = None
+        self.usage: Usage | None = None
+        self._call = call
+        self._responses = iter(call)
+        self._address = address
+        self._closed = False
+
+    def __iter__(self) -> Iterator[Delta]:
+        return self
+
+    def __next__(self) -> Delta:
+        while not self._closed:
+            try:
+                response = next(self._responses)
+            except StopIteration:
+                self._closed = True
+                if self.finish is None:
+                    raise errors.cut_short(self._address) from None
+            except grpc.RpcError as error:
+                if self._closed:  # Closed by another thread while this one waited.
+                    break
+                self._closed = True
+                raise errors.from_call(error, self._address) from error
+            else:
+                match response.WhichOneof("event"):
+                    case "started":
+                        self.prompt_tokens = response.started.prompt_tokens
+                    case "delta":
+                        return wire.delta(response.delta)
+                    case "finished":
+                        self.finish = wire.finish(response.finished.finish)
+                        self.usage = wire.usage(response.finished.usage)
+        raise StopIteration
+
+    def close(self) -> None:
+        """Ends the request if it still runs. Harmless otherwise."""
+        self._closed = True
+        self._call.cancel()  # type: ignore[no-untyped-call]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+@contextlib.contextmanager
+def _typed_errors(address: str) -> Iterator[None]:
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise errors.from_call(error, address) from error

@@ -1,0 +1,118 @@
+"""What the client library raises: a gRPC status and its google.rpc details, as one typed exception."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import grpc
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2, status_pb2
+
+_DETAILS_KEY = "grpc-status-details-bin"
+
+
+@dataclass(frozen=True, slots=True)
+class FieldViolation:
+    field: str
+    """Path in the request, e.g. "request.sampling.top_p"."""
+    description: str
+
+
+class NeoflexError(Exception):
+    """A request failed. `code` is the gRPC status by name, `reason` the server's UPPER_SNAKE word for it."""
+
+    def __init__(
+        self,
+        message: str,
+        code: str,
+        reason: str = "",
+        field_violations: tuple[FieldViolation, ...] = (),
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code
+        self.reason = reason
+        self.field_violations = field_violations
+        self.retry_after_s = retry_after_s
+        """How long to wait before another try; None where the server names no time."""
+
+    def __str__(self) -> str:
+        fields = "; ".join(f"{item.field}: {item.description}" for item in self.field_violations)
+        # Where the message already names the fields, once is enough.
+        detail = f" ({fields})" if fields and fields not in self.message else ""
+        retry = "" if self.retry_after_s is None else f" (try again in {self.retry_after_s:g} s)"
+        return f"{self.code}{f' {self.reason}' if self.reason else ''}: {self.message}{detail}{retry}"
+
+
+class InvalidArgumentError(NeoflexError):
+    """The request can't be served as it is; `field_violations` says why."""
+
+
+class ResourceExhaustedError(NeoflexError):
+    """The server has too much to do; try again after `retry_after_s`."""
+
+
+class UnavailableError(NeoflexError):
+    """The server can't be reached, is loading, is draining, or lost the request."""
+
+
+class DeadlineExceededError(NeoflexError):
+    """`timeout_s` was over before the answer was complete."""
+
+
+_BY_CODE: dict[str, type[NeoflexError]] = {
+    "INVALID_ARGUMENT": InvalidArgumentError,
+    "RESOURCE_EXHAUSTED": ResourceExhaustedError,
+    "UNAVAILABLE": UnavailableError,
+    "DEADLINE_EXCEEDED": DeadlineExceededError,
+}
+
+
+class FailedCall(Protocol):
+    """What the exceptions of grpc and of grpc.aio have in common."""
+
+    def code(self) -> grpc.StatusCode: ...
+    def details(self) -> str | None: ...
+    def trailing_metadata(self) -> Iterable[Any] | None: ...
+
+
+def from_call(call: FailedCall, address: str) -> NeoflexError:
+    """The error to raise for a failed call to `address`."""
+    code = call.code().name
+    message = call.details() or code
+    reason = ""
+    violations: tuple[FieldViolation, ...] = ()
+    retry_after_s = None
+    for detail in _details(call):
+        if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
+            info = error_details_pb2.ErrorInfo()
+            detail.Unpack(info)
+            reason = info.reason
+        elif detail.Is(error_details_pb2.BadRequest.DESCRIPTOR):
+            bad = error_details_pb2.BadRequest()
+            detail.Unpack(bad)
+            violations = tuple(FieldViolation(item.field, item.description) for item in bad.field_violations)
+        elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
+            retry = error_details_pb2.RetryInfo()
+            detail.Unpack(retry)
+            retry_after_s = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
+    if code == "UNAVAILABLE" and not reason:  # The transport's own words are long; the address is what helps.
+        message = f"no answer from {address}: {message}"
+    return _BY_CODE.get(code, NeoflexError)(message, code, reason, violations, retry_after_s)
+
+
+def _details(call: FailedCall) -> list[any_pb2.Any]:
+    for key, value in call.trailing_metadata() or ():
+        if key == _DETAILS_KEY and isinstance(value, bytes):
+            return list(status_pb2.Status.FromString(value).details)
+    return []
+
+
+def not_ready(address: str, timeout_s: float) -> NeoflexError:
+    return DeadlineExceededError(f"{address} was not ready within {timeout_s:g} s", "DEADLINE_EXCEEDED")
+
+
+def cut_short(address: str) -> NeoflexError:
+    """A server that keeps to the protocol ends each stream with `finished`."""
+    return NeoflexError(f"{address} ended the stream before the answer was complete", "DATA_LOSS")

@@ -1,0 +1,69 @@
+"""Where a LocalStack's services listen, and the TOML file that tells them."""
+
+import json
+import os
+import socket
+from pathlib import Path
+
+from svc_common.config import Config
+
+_MAX_SOCKET_PATH_BYTES = 107  # sun_path of unix(7), less the final zero.
+
+
+class AddressInUseError(Exception):
+    """Somebody already listens where the planner should."""
+
+
+def socket_fits(directory: Path) -> bool:
+    """Whether sockets in this directory have a path that the kernel accepts."""
+    return len(os.fsencode(directory / "cpu_attn.sock")) <= _MAX_SOCKET_PATH_BYTES
+
+
+def place(config: Config, socket_dir: Path) -> Config:
+    """Puts the inner services on private Unix sockets, and the planner on a free port where the port is 0.
+
+    An inner address that the configuration names itself is kept. Raises AddressInUseError.
+    """
+    gpu, cpu_attn = config.gpu, config.cpu_attn
+    if "listen" not in gpu.model_fields_set:
+        gpu = gpu.model_copy(update={"listen": f"unix:{socket_dir / 'gpu.sock'}"})
+    if "listen" not in cpu_attn.model_fields_set:
+        cpu_attn = cpu_attn.model_copy(update={"listen": f"unix:{socket_dir / 'cpu_attn.sock'}"})
+    planner = config.planner.model_copy(update={"listen": _bindable(config.planner.listen)})
+    return config.model_copy(update={"planner": planner, "gpu": gpu, "cpu_attn": cpu_attn})
+
+
+def _bindable(listen: str) -> str:
+    """The address with a real port. Tried out here: a foreign server must not be taken for ours once it answers."""
+    if listen.startswith("unix:"):
+        return listen
+    host, _, port = listen.rpartition(":")
+    bare_host = host.strip("[]")
+    family = socket.AF_INET6 if ":" in bare_host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((bare_host, int(port)))
+        except (OSError, ValueError) as error:
+            raise AddressInUseError(f"cannot listen on {listen}: {error}") from error
+        return f"{host}:{probe.getsockname()[1]}"
+
+
+def to_toml(config: Config) -> str:
+    """The whole configuration, defaults included, as `svc_common.config.load` reads it."""
+    sections = []
+    for section, values in config.model_dump().items():
+        lines = [f"{key} = {_toml_value(value)}" for key, value in values.items() if value is not None]
+        sections.append("\n".join([f"[{section}]", *lines]))
+    return "\n\n".join(sections) + "\n"
+
+
+def _toml_value(value: object) -> str:
+    if isinstance(value, str | Path):
+        # A JSON string is a TOML basic string, but for DEL, which only JSON takes as it is.
+        return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return str(int(value) if isinstance(value, int) else value)  # ByteSize is an int that prints as itself.
+    raise TypeError(f"no TOML for {value!r}")

@@ -1,0 +1,196 @@
+"""The three services as children of this process, without Docker: started, watched, restarted, drained.
+
+with LocalStack(config, run_dir) as stack:
+    stack.wait_ready(300)
+    Client(stack.address)...
+"""
+
+import fcntl
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from neoflex.client import Client
+from neoflex.logs import last_lines
+from neoflex.placement import AddressInUseError, place, socket_fits, to_toml
+from neoflex.processes import EventSink, RestartPolicy, ServiceCommand, SupervisedProcess
+from neoflex.types import ServerInfo
+from svc_common.config import Config
+
+PLANNER = "planner_svc"
+# Longer than the planner takes to drain (30 s) before it ends by itself.
+DRAIN_S = 40.0
+_EXIT_S = 10.0
+_POLL_S = 0.1
+_SHOWN_LOG_LINES = 20
+
+
+class StackError(Exception):
+    """The services cannot run. The text holds the last lines of the log of the one that failed."""
+
+
+class LocalStack:
+    """planner_svc, gpu_svc and, unless its kv_bytes is 0, cpu_attn_svc.
+
+    `run_dir` is created with mode 0700 and holds config.toml, a log file per service and the inner sockets; one stack
+    at a time may use it. The children die with this process, however it ends. Until the stack was ready once, a child
+    that dies is an error; later on it is started again. Not for use by several threads.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        *,
+        on_event: EventSink | None = None,
+        policy: RestartPolicy | None = None,
+        argv: Mapping[str, tuple[str, ...]] | None = None,
+    ) -> None:
+        """`argv`: what to run in place of `python -m SERVICE --config FILE`, by service."""
+        self.config = config
+        """As the services see it, once started: with the addresses they listen on."""
+        self.run_dir = run_dir.absolute()
+        self._on_event = on_event or (lambda line: None)
+        self._policy = policy or RestartPolicy()
+        self._argv = argv or {}
+        self._children: dict[str, SupervisedProcess] = {}
+        self._lock_handle: int | None = None
+        self._socket_dir: Path | None = None
+        self._client: Client | None = None
+
+    @property
+    def address(self) -> str:
+        """Where the planner answers."""
+        return self.config.planner.listen
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Of the children that run now, by service."""
+        return {name: pid for name, process in self._children.items() if (pid := process.pid) is not None}
+
+    @property
+    def log_paths(self) -> dict[str, Path]:
+        return {name: self.run_dir / f"{name}.log" for name in self._service_names()}
+
+    def start(self) -> None:
+        """Starts all services. Raises StackError where the run directory or the planner's address can't be had."""
+        self._lock_run_dir()
+        try:
+            self.config = place(self.config, self._sockets())
+        except AddressInUseError as error:
+            self._release()
+            raise StackError(str(error)) from error
+        config_path = self.run_dir / "config.toml"
+        config_path.write_text(to_toml(self.config))
+        self._client = Client(self.address)
+        for name in self._service_names():
+            # -P: what lies in the current directory is not ours to run.
+            argv = self._argv.get(name, (sys.executable, "-P", "-m", name, "--config", str(config_path)))
+            command = ServiceCommand(name, argv, self.log_paths[name])
+            self._children[name] = SupervisedProcess(command, self._policy, self._on_event)
+        for process in self._children.values():
+            process.start()
+
+    def is_ready(self) -> bool:
+        """Whether requests are answered now. Raises StackError where a service is gone for good."""
+        self.check()
+        if self._client is None or not self._client.is_ready():
+            return False
+        for process in self._children.values():
+            process.allow_restarts()
+        return True
+
+    def wait_ready(self, timeout_s: float = 300.0) -> None:
+        """Returns once requests are answered. Raises StackError where a service dies, or when time is up."""
+        deadline = time.monotonic() + timeout_s
+        while not self.is_ready():
+            if time.monotonic() > deadline:
+                raise StackError(f"not ready within {timeout_s:g} s\n{self._tail(PLANNER)}")
+            time.sleep(_POLL_S)
+
+    def check(self) -> None:
+        """Raises StackError where a service is gone for good."""
+        for name, process in self._children.items():
+            if process.failure is not None:
+                raise StackError(f"{process.failure}\n{self._tail(name)}")
+
+    def server_info(self) -> ServerInfo:
+        with Client(self.address) as client:
+            return client.server_info()
+
+    def stop(self, drain_s: float = DRAIN_S) -> None:
+        """Lets running requests end, then ends the services: the planner first, for it drains. Never raises."""
+        for process in self._children.values():
+            process.forbid_restarts()
+        planner = [process for name, process in self._children.items() if name == PLANNER]
+        workers = [process for name, process in self._children.items() if name != PLANNER]
+        _end(planner, drain_s)
+        _end(workers, _EXIT_S)
+        self._children.clear()
+        self._release()
+
+    def kill(self) -> None:
+        """Ends the services at once; `stop` still has to be called, or is being called. Fit for signal handlers."""
+        for process in self._children.values():
+            process.signal(signal.SIGKILL)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.stop()
+
+    def _service_names(self) -> tuple[str, ...]:
+        return ("cpu_attn_svc", "gpu_svc", PLANNER) if self.config.cpu_attn.kv_bytes else ("gpu_svc", PLANNER)
+
+    def _tail(self, name: str) -> str:
+        return "\n".join(f"{name} | {line}" for line in last_lines(self.log_paths[name], _SHOWN_LOG_LINES))
+
+    def _lock_run_dir(self) -> None:
+        self.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = self.run_dir.stat()
+        if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            raise StackError(f"{self.run_dir} must be yours alone: chmod 700 {self.run_dir}")
+        handle = os.open(self.run_dir, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            raise StackError(f"another stack runs in {self.run_dir}") from None
+        self._lock_handle = handle
+
+    def _sockets(self) -> Path:
+        if socket_fits(self.run_dir):
+            return self.run_dir
+        self._socket_dir = Path(tempfile.mkdtemp(prefix="neoflex-"))
+        return self._socket_dir
+
+    def _release(self) -> None:
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+        if self._socket_dir is not None:
+            shutil.rmtree(self._socket_dir, ignore_errors=True)
+            self._socket_dir = None
+        if self._lock_handle is not None:
+            os.close(self._lock_handle)
+            self._lock_handle = None
+
+
+def _end(processes: list[SupervisedProcess], patience_s: float) -> None:
+    """SIGTERM to all, SIGKILL to those that are still there when patience is over."""
+    for process in processes:
+        process.signal(signal.SIGTERM)
+    deadline = time.monotonic() + patience_s
+    for process in processes:
+        if not process.join(max(0.0, deadline - time.monotonic())):
+            process.signal(signal.SIGKILL)
+            process.join(_EXIT_S)

@@ -1,0 +1,174 @@
+"""What the client library takes and returns, as values; `wire.py` converts them to and from protobuf."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypedDict
+
+
+class FinishReason(Enum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    """The model's end token, a stop token or a stop text."""
+    LENGTH = "length"
+    """max_tokens or the model's context length."""
+    TIME_LIMIT = "time_limit"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a conversation."""
+
+    role: str
+    content: str
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Keyword arguments of `generate` and `stream`. What is absent takes the server's default."""
+
+    token_ids: Sequence[int]
+    """The prompt as token ids, used as they are; in place of text."""
+    messages: Sequence[Message | Mapping[str, str]]
+    """The prompt as a conversation, rendered with the model's chat template; in place of text."""
+    request_id: str
+    """Unique among running requests; made up where absent."""
+    max_tokens: int
+    temperature: float
+    """0 is greedy."""
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    time_limit_s: float
+    """Ends the request with the text so far; `timeout_s` ends it with an error."""
+    logprobs: int
+    """0 for the chosen token only, n for the n likeliest too."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class PositionLogprobs:
+    chosen: TokenLogprob
+    top: tuple[TokenLogprob, ...]
+    """Most likely first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    reason: FinishReason
+    matched: str | int | None = None
+    """The stop text, or the end or stop token, where reason is STOP."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens counted, and where the time went, by the server's clock."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    time_to_first_token_s: float
+    duration_s: float
+    recomputations: int
+
+    @property
+    def time_per_output_token_s(self) -> float:
+        """Mean time between tokens after the first; 0 where there was at most one."""
+        if self.completion_tokens < 2:
+            return 0.0
+        return (self.duration_s - self.time_to_first_token_s) / (self.completion_tokens - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New text and new tokens. Text may lag behind the tokens."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[PositionLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A whole answer."""
+
+    request_id: str
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[PositionLogprobs, ...]
+    finish: Finish
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    name: str
+    architecture: str
+    vocabulary_size: int
+    context_tokens: int
+    eos_token_ids: tuple[int, ...]
+    num_parameters: int
+    compute_dtype: str
+    kv_dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """What was done since the planner started; meanings as in ServerCounters of the proto."""
+
+    gpu_only_iterations: int
+    asymmetric_iterations: int
+    gpu_attended_tokens: int
+    cpu_attended_tokens: int
+    swapped_out_bytes: int
+    swapped_in_bytes: int
+    preemptions: int
+    recomputed_tokens: int
+    prefilled_tokens: int
+    generated_tokens: int
+    accepted_requests: int
+    finished_requests: int
+    refused_requests: int
+    executor_busy_ns: int
+    cpu_wait_ns: int
+    cpu_attention_ns: int
+    planning_ns: int
+
+    def since(self, earlier: "Counters") -> "Counters":
+        """What was done between two looks."""
+        return Counters(**{name: getattr(self, name) - getattr(earlier, name) for name in self.__dataclass_fields__})
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    version: str
+    uptime_s: float
+    device: str
+    block_tokens: int
+    block_bytes: int
+    """Bytes of a KV block over all layers."""
+    gpu_blocks: int
+    host_blocks: int
+    """0 while no CPU attention service is attached."""
+    cpu_attention_threads: int
+    counters: Counters
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    waiting_requests: int
+    running_requests: int
+    max_waiting_requests: int
+    gpu_blocks_used: int
+    gpu_blocks_total: int
+    host_blocks_used: int
+    host_blocks_total: int

@@ -1,0 +1,163 @@
+"""Converts between the client library's values and protobuf; shared by the sync and the asyncio client."""
+
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+
+from google.protobuf.message import Message as PbMessage
+
+from neoflex.types import (
+    Completion,
+    Counters,
+    Delta,
+    Finish,
+    FinishReason,
+    GenerateOptions,
+    Load,
+    Message,
+    ModelInfo,
+    PositionLogprobs,
+    ServerInfo,
+    TokenLogprob,
+    Usage,
+)
+from neoflex.v1 import inference_pb2 as pb
+
+_FINISH_REASONS = {
+    pb.FINISH_REASON_STOP: FinishReason.STOP,
+    pb.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+    pb.FINISH_REASON_TIME_LIMIT: FinishReason.TIME_LIMIT,
+    pb.FINISH_REASON_ABORT: FinishReason.ABORT,
+}
+
+
+def generate_request(prompt: str | None, options: GenerateOptions) -> pb.GenerateRequest:
+    """Raises ValueError unless exactly one prompt is given, or where a number does not fit its field at all.
+
+    The server checks everything else.
+    """
+    token_ids, messages = options.get("token_ids"), options.get("messages")
+    if sum(item is not None for item in (prompt, token_ids, messages)) != 1:
+        raise ValueError("give exactly one of: a prompt text, token_ids, messages")
+    # The id is made up here, so that a caller can abort even before the first answer.
+    request = pb.GenerateRequest(request_id=options.get("request_id") or uuid.uuid4().hex)
+    if prompt is not None:
+        request.text = prompt
+    elif token_ids is not None:
+        request.token_ids.SetInParent()
+        request.token_ids.ids.extend(token_ids)
+    elif messages is not None:
+        request.chat.CopyFrom(chat(messages))
+    for name in ("temperature", "top_k", "top_p", "min_p", "seed"):
+        _set_if_given(request.sampling, name, options.get(name))
+    _set_if_given(request.stopping, "max_tokens", options.get("max_tokens"))
+    _set_stopping(request.stopping, options)
+    _set_if_given(request.output, "logprobs", options.get("logprobs"))
+    return request
+
+
+def _set_if_given(group: PbMessage, name: str, value: object) -> None:
+    """An absent field and a zero are not the same."""
+    if value is not None:
+        try:
+            setattr(group, name, value)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{name}: {error}") from error
+
+
+def _set_stopping(stopping: pb.StoppingOptions, options: GenerateOptions) -> None:
+    stop = options.get("stop", ())
+    stopping.stop.extend([stop] if isinstance(stop, str) else stop)
+    stopping.stop_token_ids.extend(options.get("stop_token_ids", ()))
+    stopping.ignore_eos = options.get("ignore_eos", False)
+    if (time_limit_s := options.get("time_limit_s")) is not None:
+        stopping.time_limit.FromNanoseconds(round(time_limit_s * 1e9))
+
+
+def chat(messages: Sequence[Message | Mapping[str, str]]) -> pb.Chat:
+    """Mappings are {"role": ..., "content": ...}."""
+    turns = (item if isinstance(item, Message) else Message(**item) for item in messages)
+    return pb.Chat(messages=[pb.ChatMessage(role=turn.role, content=turn.content) for turn in turns])
+
+
+def tokenize_request(text: str | None, messages: Sequence[Message | Mapping[str, str]] | None) -> pb.TokenizeRequest:
+    if (text is None) == (messages is None):
+        raise ValueError("give exactly one of: a text, messages")
+    return pb.TokenizeRequest(text=text) if messages is None else pb.TokenizeRequest(chat=chat(messages))
+
+
+def completion(response: pb.GenerateResponse) -> Completion:
+    return Completion(
+        request_id=response.request_id,
+        text=response.text,
+        token_ids=tuple(response.token_ids),
+        logprobs=_logprobs(response.logprobs),
+        finish=finish(response.finish),
+        usage=usage(response.usage),
+    )
+
+
+def delta(message: pb.GenerationDelta) -> Delta:
+    return Delta(message.text, tuple(message.token_ids), _logprobs(message.logprobs))
+
+
+def finish(message: pb.Finish) -> Finish:
+    match message.WhichOneof("matched"):
+        case "stop":
+            return Finish(_FINISH_REASONS[message.reason], message.stop)
+        case "stop_token_id":
+            return Finish(_FINISH_REASONS[message.reason], message.stop_token_id)
+        case _:
+            return Finish(_FINISH_REASONS[message.reason])
+
+
+def usage(message: pb.Usage) -> Usage:
+    return Usage(
+        prompt_tokens=message.prompt_tokens,
+        completion_tokens=message.completion_tokens,
+        time_to_first_token_s=message.time_to_first_token_ns / 1e9,
+        duration_s=message.duration_ns / 1e9,
+        recomputations=message.recomputations,
+    )
+
+
+def _logprobs(positions: Iterable[pb.PositionLogprobs]) -> tuple[PositionLogprobs, ...]:
+    return tuple(
+        PositionLogprobs(_token_logprob(position.chosen), tuple(_token_logprob(item) for item in position.top))
+        for position in positions
+    )
+
+
+def _token_logprob(message: pb.TokenLogprob) -> TokenLogprob:
+    return TokenLogprob(message.token_id, message.logprob)
+
+
+def model_info(response: pb.GetModelInfoResponse) -> ModelInfo:
+    return ModelInfo(
+        name=response.name,
+        architecture=response.architecture,
+        vocabulary_size=response.vocabulary_size,
+        context_tokens=response.context_tokens,
+        eos_token_ids=tuple(response.eos_token_ids),
+        num_parameters=response.num_parameters,
+        compute_dtype=response.compute_dtype,
+        kv_dtype=response.kv_dtype,
+    )
+
+
+def server_info(response: pb.GetServerInfoResponse) -> ServerInfo:
+    return ServerInfo(
+        version=response.version,
+        uptime_s=response.uptime_s,
+        device=response.device,
+        block_tokens=response.block_tokens,
+        block_bytes=response.block_bytes,
+        gpu_blocks=response.gpu_blocks,
+        host_blocks=response.host_blocks,
+        cpu_attention_threads=response.cpu_attention_threads,
+        counters=Counters(**{item.name: getattr(response.counters, item.name) for item in fields(Counters)}),
+    )
+
+
+def load(response: pb.GetLoadResponse) -> Load:
+    return Load(**{item.name: getattr(response, item.name) for item in fields(Load)})
