@@ -1,0 +1,47 @@
+"""What the pipeline asks of an attention backend: prepare once per iteration, run once per layer.
+
+Shapes: q and out are [n, num_q_heads, head_dim] in the compute type; `layer_blocks` is one layer of a KV cache,
+[num_blocks, 2, num_kv_heads, block_tokens, head_dim] in the KV type; `kv` is [2, num_kv_heads, tokens, head_dim].
+`out` is written; nothing else is.
+"""
+
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+class DecodeAttention(Protocol):
+    """One token for each of n sequences, over KV that lies in blocks and includes that token."""
+
+    def run(self, q: Tensor, layer_blocks: Tensor, out: Tensor) -> None: ...
+
+
+class PrefillAttention(Protocol):
+    """One chunk of one prompt, causal."""
+
+    def run_paged(self, q: Tensor, layer_blocks: Tensor, out: Tensor) -> None:
+        """All tokens up to the chunk's end lie in blocks."""
+        ...
+
+    def run_dense(self, q: Tensor, kv: Tensor, out: Tensor) -> None:
+        """`kv` holds the tokens from `first_token` to the chunk's end."""
+        ...
+
+    @property
+    def first_token(self) -> int:
+        """First token that any of the chunk sees; a multiple of block_tokens."""
+        ...
+
+
+class AttentionBackend(Protocol):
+    """Made once per epoch."""
+
+    def decode(self, context_tokens: NDArray[np.int64], block_tables: NDArray[np.int32]) -> DecodeAttention:
+        """context_tokens [n] include the new token; block_tables [n, stride]."""
+        ...
+
+    def prefill(self, start: int, num_tokens: int, blocks: NDArray[np.int32]) -> PrefillAttention:
+        """A chunk of `num_tokens` after `start` tokens; `blocks` [stride] hold the sequence up to the chunk's end."""
+        ...

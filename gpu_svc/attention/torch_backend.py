@@ -1,0 +1,174 @@
+"""Attention by torch's own operations on any device: gathers blocks, then scaled_dot_product_attention."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gpu_svc.kv_cache import block_rows
+from svc_common.model.spec import ModelSpec
+
+# K and V gathered for one call. On a CPU a group's gather should still be in cache when it is read.
+_GROUP_BYTES = {"cpu": 8 * 2**20, "cuda": 512 * 2**20}
+# A sequence joins a group of longer ones while at most this share of the group would be padding.
+_MAX_PADDING = 0.2
+
+
+class _Scratch:
+    """One buffer for all gathers of an epoch, as large as the largest so far."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0)
+
+    def gather(self, layer_blocks: Tensor, rows: Tensor) -> Tensor:
+        """[len(rows), block_tokens * head_dim]; valid until the next gather."""
+        source = layer_blocks.flatten(3).flatten(0, 2)
+        shape = (len(rows), source.shape[1])
+        size = shape[0] * shape[1]
+        if self._buffer.numel() < size or self._buffer.dtype != source.dtype or self._buffer.device != source.device:
+            self._buffer = torch.empty(size, dtype=source.dtype, device=source.device)
+        return torch.index_select(source, 0, rows, out=self._buffer[:size].view(shape))
+
+
+class TorchAttention:
+    """The reference backend."""
+
+    def __init__(self, spec: ModelSpec, block_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
+        """`dtype` is the compute type; the cache's own may differ."""
+        self._spec = spec
+        self._block_tokens = block_tokens
+        self._dtype = dtype
+        self._device = device
+        self._scratch = _Scratch()
+
+    def decode(self, context_tokens: NDArray[np.int64], block_tables: NDArray[np.int32]) -> "_TorchDecode":
+        """Sorts sequences by length and cuts them into groups of little padding."""
+        spec, block_tokens = self._spec, self._block_tokens
+        first_blocks = np.zeros_like(context_tokens)
+        if spec.sliding_window is not None:
+            first_blocks = np.maximum(context_tokens - spec.sliding_window, 0) // block_tokens
+        num_blocks = -(-context_tokens // block_tokens) - first_blocks
+        block_bytes = 2 * spec.num_kv_heads * block_tokens * spec.head_dim * self._dtype.itemsize
+        max_blocks = _GROUP_BYTES[self._device.type] // block_bytes
+        order = np.argsort(-num_blocks, kind="stable")
+        groups = [
+            self._group(order[start:end], context_tokens, first_blocks, num_blocks, block_tables)
+            for start, end in _cut(num_blocks[order], max_blocks)
+        ]
+        return _TorchDecode(groups, spec, self._dtype, self._scratch)
+
+    def _group(
+        self,
+        members: NDArray[np.int64],
+        context_tokens: NDArray[np.int64],
+        first_blocks: NDArray[np.int64],
+        num_blocks: NDArray[np.int64],
+        block_tables: NDArray[np.int32],
+    ) -> "_DecodeGroup":
+        spec, block_tokens = self._spec, self._block_tokens
+        width = int(num_blocks[members].max())
+        columns = first_blocks[members, None] + np.arange(width)
+        # Columns past a sequence's end repeat its last block; the mask hides them.
+        last = (first_blocks + num_blocks - 1)[members, None]
+        tables = block_tables[members[:, None], np.minimum(columns, last)].astype(np.int64)
+        positions = first_blocks[members, None] * block_tokens + np.arange(width * block_tokens)
+        ends = context_tokens[members, None]
+        visible = positions < ends
+        if spec.sliding_window is not None:
+            visible &= positions >= ends - spec.sliding_window
+        mask = torch.zeros(visible.shape, dtype=self._dtype).masked_fill_(torch.from_numpy(~visible), float("-inf"))
+        return _DecodeGroup(
+            members=torch.from_numpy(members).to(self._device),
+            rows=torch.from_numpy(block_rows(spec.num_kv_heads, tables).reshape(-1)).to(self._device),
+            mask=mask[:, None, None, :].to(self._device),
+        )
+
+    def prefill(self, start: int, num_tokens: int, blocks: NDArray[np.int32]) -> "_TorchPrefill":
+        """A mask is built only where `is_causal` alone would not do."""
+        spec, block_tokens = self._spec, self._block_tokens
+        window = spec.sliding_window
+        first_token = 0 if window is None else max(start - window + 1, 0) // block_tokens * block_tokens
+        mask = None
+        if start or (window is not None and window < num_tokens):
+            queries = torch.arange(start, start + num_tokens, device=self._device)[:, None]
+            keys = torch.arange(first_token, start + num_tokens, device=self._device)
+            mask = keys <= queries
+            if window is not None:
+                mask &= keys > queries - window
+        end_block = -(-(start + num_tokens) // block_tokens)
+        table = blocks[None, first_token // block_tokens : end_block].astype(np.int64)
+        rows = torch.from_numpy(block_rows(spec.num_kv_heads, table).reshape(-1)).to(self._device)
+        return _TorchPrefill(first_token, start + num_tokens - first_token, mask, rows, spec, self._scratch)
+
+
+def _cut(num_blocks: NDArray[np.int64], max_blocks: int) -> list[tuple[int, int]]:
+    """Ranges of groups in lengths that fall: each at most `max_blocks` when padded, and with little padding."""
+    ranges: list[tuple[int, int]] = []
+    start, total = 0, 0
+    for end, length in enumerate(num_blocks.tolist()):
+        longest = int(num_blocks[start])
+        padded = longest * (end - start + 1)
+        if end > start and (padded > max_blocks or padded - total - length > _MAX_PADDING * padded):
+            ranges.append((start, end))
+            start, total = end, 0
+        total += length
+    if len(num_blocks):
+        ranges.append((start, len(num_blocks)))
+    return ranges
+
+
+@dataclass(frozen=True, slots=True)
+class _DecodeGroup:
+    members: Tensor  # [m] rows of q
+    rows: Tensor  # [2 * m * num_kv_heads * width] rows of the cache, see block_rows
+    mask: Tensor  # [m, 1, 1, width * block_tokens], 0 or -inf
+
+
+@dataclass(frozen=True, slots=True)
+class _TorchDecode:
+    groups: list[_DecodeGroup]
+    spec: ModelSpec
+    dtype: torch.dtype
+    scratch: _Scratch
+
+    def run(self, q: Tensor, layer_blocks: Tensor, out: Tensor) -> None:
+        spec = self.spec
+        group_size = spec.num_q_heads // spec.num_kv_heads
+        for group in self.groups:
+            num_members = len(group.members)
+            gathered = self.scratch.gather(layer_blocks, group.rows).to(self.dtype)
+            k, v = gathered.view(2, num_members, spec.num_kv_heads, -1, spec.head_dim)
+            # The query heads of one KV head stand where the query tokens of a prompt would.
+            grouped = q[group.members].view(num_members, spec.num_kv_heads, group_size, spec.head_dim)
+            attended = F.scaled_dot_product_attention(grouped, k, v, attn_mask=group.mask)
+            out[group.members] = attended.reshape(num_members, spec.num_q_heads, spec.head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class _TorchPrefill:
+    first_token: int
+    num_keys: int
+    mask: Tensor | None  # [num_tokens, num_keys], true where visible; None: plainly causal
+    rows: Tensor  # rows of the cache, see block_rows
+    spec: ModelSpec
+    scratch: _Scratch
+
+    def run_paged(self, q: Tensor, layer_blocks: Tensor, out: Tensor) -> None:
+        gathered = self.scratch.gather(layer_blocks, self.rows)
+        kv = gathered.view(2, self.spec.num_kv_heads, -1, self.spec.head_dim)[:, :, : self.num_keys]
+        self.run_dense(q, kv, out)
+
+    def run_dense(self, q: Tensor, kv: Tensor, out: Tensor) -> None:
+        k, v = kv.to(q.dtype).unsqueeze(1)
+        attended = F.scaled_dot_product_attention(
+            q.transpose(0, 1).unsqueeze(0),
+            k,
+            v,
+            attn_mask=self.mask,
+            is_causal=self.mask is None,
+            enable_gqa=self.spec.num_q_heads != self.spec.num_kv_heads,
+        )
+        out.copy_(attended[0].transpose(0, 1))

@@ -1,0 +1,151 @@
+"""Turns a SubBatch of ids into what the layers read: token ids, positions, cache rows, attention work.
+
+Rows of a batch are tokens, in the order prefill chunks, GPU decodes, CPU decodes. Everything here is made once per
+iteration and shared by all layers.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gpu_svc.attention import AttentionBackend, DecodeAttention, PrefillAttention
+from gpu_svc.host_tier import CpuWork
+from gpu_svc.kv_cache import KvShape, token_rows
+from gpu_svc.plan import SubBatch, Tier
+from gpu_svc.sequences import SequenceTable, Slots
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkWork:
+    """One prefill chunk."""
+
+    rows: slice
+    attention: PrefillAttention
+    on_host: bool
+    host_rows: Tensor
+    """Where its K and V go in the host pool, see token_rows; empty for chunks on the GPU."""
+    past_blocks: NDArray[np.int32]
+    """Host blocks that hold the tokens it sees before its own; empty for chunks on the GPU."""
+    num_past_tokens: int
+    """Tokens in `past_blocks`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One sub-batch, ready to run."""
+
+    token_ids: Tensor  # [n], int64, device
+    positions: Tensor  # [n], int64, device
+    chunks: tuple[ChunkWork, ...]
+    gpu_kv_tokens: Tensor | slice  # tokens whose K and V go to the GPU cache
+    gpu_kv_rows: Tensor  # where they go, see token_rows
+    gpu_decode_rows: slice
+    gpu_decode: DecodeAttention | None
+    cpu_decode_rows: slice
+    cpu_work: CpuWork
+    output_rows: Tensor  # [num_outputs], int64, device: rows that yield a token
+    output_slots: Slots  # their sequences
+    gpu_attended_tokens: int
+    cpu_attended_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+class BatchBuilder:
+    """Made once per epoch."""
+
+    def __init__(self, table: SequenceTable, backend: AttentionBackend, shape: KvShape, device: torch.device) -> None:
+        self._table = table
+        self._backend = backend
+        self._shape = shape
+        self._device = device
+
+    def build(self, sub_batch: SubBatch, index: int) -> Batch:
+        """`index` is the sub-batch's place in its plan. The plan has been checked."""
+        table = self._table
+        gpu_slots, cpu_slots = table.slots(sub_batch.gpu_decodes), table.slots(sub_batch.cpu_decodes)
+        chunk_slots = table.slots(chunk.sequence_id for chunk in sub_batch.prefills)
+        starts = np.array([chunk.start for chunk in sub_batch.prefills], np.int64)
+        lengths = np.array([chunk.num_tokens for chunk in sub_batch.prefills], np.int64)
+        decode_slots = np.concatenate([gpu_slots, cpu_slots])
+        num_chunk_tokens, num_gpu_decodes = int(lengths.sum()), len(gpu_slots)
+        num_tokens = num_chunk_tokens + len(decode_slots)
+
+        token_slots = np.concatenate([np.repeat(chunk_slots, lengths), decode_slots])
+        positions = np.concatenate(
+            [*(np.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)), table.computed_tokens[decode_slots]]
+        )
+        token_ids = np.concatenate(
+            [
+                *(
+                    table.prompts[slot][start : start + length]
+                    for slot, start, length in zip(chunk_slots, starts, lengths, strict=True)
+                ),
+                table.last_token[decode_slots],
+            ]
+        )
+        offsets = positions % self._shape.block_tokens
+        blocks = table.block_tables[token_slots, positions // self._shape.block_tokens].astype(np.int64)
+        kv_rows = token_rows(self._shape, blocks, offsets).reshape(num_tokens, -1)
+        on_gpu = table.tier[token_slots] == Tier.GPU.value
+        ends = np.cumsum(lengths)
+        finished = starts + lengths == table.prompt_tokens[chunk_slots]
+        gpu_context = table.computed_tokens[gpu_slots] + 1
+        cpu_context = table.computed_tokens[cpu_slots] + 1
+        return Batch(
+            token_ids=self._to_device(token_ids.astype(np.int64)),
+            positions=self._to_device(positions),
+            chunks=tuple(
+                self._chunk(int(slot), int(start), int(length), kv_rows[end - length : end], int(end))
+                for slot, start, length, end in zip(chunk_slots, starts, lengths, ends, strict=True)
+            ),
+            gpu_kv_tokens=_selection(on_gpu, self._device),
+            gpu_kv_rows=self._to_device(kv_rows[on_gpu].reshape(-1)),
+            gpu_decode_rows=slice(num_chunk_tokens, num_chunk_tokens + num_gpu_decodes),
+            gpu_decode=self._backend.decode(gpu_context, self._tables(gpu_slots, gpu_context))
+            if num_gpu_decodes
+            else None,
+            cpu_decode_rows=slice(num_chunk_tokens + num_gpu_decodes, num_tokens),
+            cpu_work=CpuWork(index, cpu_context.astype(np.int32), self._tables(cpu_slots, cpu_context)),
+            output_rows=self._to_device(np.concatenate([ends[finished] - 1, np.arange(num_chunk_tokens, num_tokens)])),
+            output_slots=np.concatenate([chunk_slots[finished], decode_slots]),
+            gpu_attended_tokens=int(gpu_context.sum()),
+            cpu_attended_tokens=int(cpu_context.sum()),
+        )
+
+    def _chunk(self, slot: int, start: int, length: int, kv_rows: NDArray[np.int64], end_row: int) -> ChunkWork:
+        table, block_tokens = self._table, self._shape.block_tokens
+        on_host = table.tier[slot] == Tier.HOST.value
+        blocks = table.block_tables[slot]
+        attention = self._backend.prefill(start, length, blocks)
+        first_token = attention.first_token
+        past = blocks[first_token // block_tokens : -(-start // block_tokens)] if on_host else blocks[:0]
+        return ChunkWork(
+            rows=slice(end_row - length, end_row),
+            attention=attention,
+            on_host=on_host,
+            host_rows=torch.from_numpy(kv_rows.reshape(-1) if on_host else kv_rows[:0].reshape(-1)),
+            past_blocks=past,
+            num_past_tokens=max(start - first_token, 0) if on_host else 0,
+        )
+
+    def _tables(self, slots: Slots, context_tokens: NDArray[np.int64]) -> NDArray[np.int32]:
+        """[n, stride], as wide as the longest context."""
+        stride = -(-int(context_tokens.max(initial=1)) // self._shape.block_tokens)
+        return np.ascontiguousarray(self._table.block_tables[slots, :stride])
+
+    def _to_device(self, values: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(values).to(self._device)
+
+
+def _selection(chosen: NDArray[np.bool_], device: torch.device) -> Tensor | slice:
+    """Chosen rows; a slice where they are the first ones, which costs no copy."""
+    num = int(chosen.sum())
+    if chosen[:num].all():
+        return slice(0, num)
+    return torch.from_numpy(np.flatnonzero(chosen)).to(device)

@@ -1,0 +1,107 @@
+"""The executor's side of the host tier: KV blocks in the shared pool, and decode attention done by cpu_attn_svc."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gpu_svc.kv_cache import block_rows, write_rows
+from svc_common.tensor_plane import CpuSubBatch, Report, TensorPlane
+
+# Far longer than the CPU attends for in one layer; the service's death is noticed long before.
+_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class CpuWork:
+    """CPU decodes of one sub-batch: the same for all layers."""
+
+    slot: int
+    """Exchange slot; the sub-batch's index."""
+    context_tokens: NDArray[np.int32]
+    """[n], the new token included."""
+    block_tables: NDArray[np.int32]
+    """[n, stride]"""
+
+    def __len__(self) -> int:
+        return len(self.context_tokens)
+
+
+class HostTier:
+    """One attached CPU attention service. Raises PlaneError from any method once that is lost."""
+
+    def __init__(self, plane: TensorPlane, num_threads: int) -> None:
+        self._plane = plane
+        self._number = 0
+        self.num_threads = num_threads
+        self.num_blocks = plane.num_blocks
+        self.blocks = _as_tensor(plane.pool)
+        """[num_layers, num_blocks, 2, num_kv_heads, block_tokens, head_dim], the shared pool."""
+        self._exchange = [
+            tuple(map(_as_tensor, (plane.q(slot), plane.k(slot), plane.v(slot), plane.out(slot)))) for slot in range(2)
+        ]
+        self.wait_ns = 0
+        """Spent in `wait` so far."""
+
+    def begin(self, work: Sequence[CpuWork], host_blocks_used: int) -> None:
+        """Describes an iteration: its CPU decodes in the order in which each layer submits them."""
+        self._number += 1
+        sub_batches = [CpuSubBatch(part.slot, part.context_tokens, part.block_tables) for part in work]
+        self._plane.begin(self._number, sub_batches, host_blocks_used)
+
+    def submit(self, slot: int, q: Tensor, kv: Tensor) -> None:
+        """Hands over q [n, num_q_heads, head_dim] and kv [n, 2, num_kv_heads, head_dim] of this slot's next layer.
+
+        Copies from a GPU end only when the data is there, so the doorbell rings after it.
+        """
+        to_q, to_k, to_v, _ = self._exchange[slot]
+        num = len(q)
+        to_q[:num].copy_(q)
+        to_k[:num].copy_(kv[:, 0])
+        to_v[:num].copy_(kv[:, 1])
+        self._plane.submit(slot)
+
+    def wait(self, slot: int, out: Tensor) -> None:
+        """Writes the attention of this slot's last submit to out [n, num_q_heads, head_dim]."""
+        start = time.perf_counter_ns()
+        self._plane.wait(slot, _TIMEOUT_S)
+        self.wait_ns += time.perf_counter_ns() - start
+        out.copy_(self._exchange[slot][3][: len(out)])
+
+    def finish(self) -> Report:
+        """Ends an iteration that had CPU decodes."""
+        start = time.perf_counter_ns()
+        report = self._plane.finish(_TIMEOUT_S)
+        self.wait_ns += time.perf_counter_ns() - start
+        return report
+
+    def write(self, layer: int, rows: Tensor, kv: Tensor) -> None:
+        """Stores a prefill chunk's kv [n, 2, num_kv_heads, head_dim] at rows from `token_rows`."""
+        write_rows(self.blocks[layer], rows, kv)
+
+    def read(self, layer: int, blocks: NDArray[np.int32]) -> Tensor:
+        """[2, num_kv_heads, len(blocks) * block_tokens, head_dim]: one layer of these blocks, in the KV type."""
+        _, _, _, num_kv_heads, block_tokens, head_dim = self.blocks.shape
+        rows = torch.from_numpy(block_rows(num_kv_heads, blocks[None].astype(np.int64)).reshape(-1))
+        gathered = self.blocks[layer].view(-1, block_tokens * head_dim).index_select(0, rows)
+        return gathered.view(2, num_kv_heads, -1, head_dim)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._plane.peer_alive()
+
+    def close(self) -> None:
+        """Gives the pool up; memory is unmapped once the last tensor on it is gone."""
+        self._plane.close()
+        self.blocks = torch.empty(0)
+        self._exchange = []
+
+
+def _as_tensor(array: NDArray[np.generic]) -> Tensor:
+    """A view; numpy has no bf16 and shows its bits as uint16."""
+    tensor = torch.from_numpy(array)
+    return tensor.view(torch.bfloat16) if array.dtype == np.uint16 else tensor

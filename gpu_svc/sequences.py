@@ -1,0 +1,265 @@
+"""The executor's state of every sequence, as arrays by slot; applies a plan's differences and checks its work.
+
+A slot is a row of all arrays. Batches are gathered from them without a Python step per token.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpu_svc.block_ownership import BlockOwnership
+from gpu_svc.plan import (
+    Int32Array,
+    InvalidPlanError,
+    IterationPlan,
+    Limits,
+    Mode,
+    NewBlocks,
+    NewSequence,
+    PrefillChunk,
+    SubBatch,
+    Swap,
+    Tier,
+)
+from gpu_svc.sampling import SamplingRows
+
+Slots = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMoves:
+    """Blocks of all swaps of one direction: source[i] is copied to target[i]."""
+
+    source: Int32Array
+    target: Int32Array
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    to_host: BlockMoves
+    to_gpu: BlockMoves
+
+
+class SequenceTable:
+    """Rows of arrays are valid for the slots in `slot_of`."""
+
+    def __init__(self, limits: Limits, block_tokens: int, num_gpu_blocks: int, num_host_blocks: int) -> None:
+        size = limits.max_sequences
+        self._limits = limits
+        self._block_tokens = block_tokens
+        self.owned = {
+            Tier.GPU: BlockOwnership(Tier.GPU, num_gpu_blocks),
+            Tier.HOST: BlockOwnership(Tier.HOST, num_host_blocks),
+        }
+        self.slot_of: dict[int, int] = {}
+        self._free_slots = list(range(size - 1, -1, -1))
+        self.sequence_ids = np.zeros(size, np.uint64)
+        self.prompts: list[Int32Array] = [np.zeros(0, np.int32)] * size
+        self.prompt_tokens = np.zeros(size, np.int64)
+        self.computed_tokens = np.zeros(size, np.int64)
+        """Tokens whose K and V are in the cache."""
+        self.last_token = np.zeros(size, np.int64)
+        """Input of the next decode, once the whole prompt is computed."""
+        self.tier = np.zeros(size, np.int8)
+        self.num_blocks = np.zeros(size, np.int64)
+        self.block_tables = np.zeros((size, 16), np.int32)
+        """Owned blocks in order; grows wider as sequences do."""
+        self._sampling = SamplingRows(
+            temperature=np.zeros(size, np.float32),
+            top_k=np.zeros(size, np.int32),
+            top_p=np.ones(size, np.float32),
+            min_p=np.zeros(size, np.float32),
+            seed=np.zeros(size, np.uint64),
+            draw=np.zeros(size, np.int64),
+            num_logprobs=np.full(size, -1, np.int32),
+        )
+
+    # --- differences
+
+    def apply(self, plan: IterationPlan) -> Moves:
+        """Takes over a plan's releases, new sequences, swaps and blocks. Raises InvalidPlanError.
+
+        All blocks that fall free are free before any is claimed: a plan may hand on in one step what it takes.
+        """
+        for sequence_id in plan.released:
+            self._release(sequence_id)
+        swaps = [(self._slot(swap.sequence_id), swap) for swap in plan.swaps]
+        sources = [self._give_up_blocks(slot, swap) for slot, swap in swaps]
+        for new in plan.new_sequences:
+            self._insert(new)
+        moves = self._take_swap_targets(swaps, sources)
+        for blocks in plan.new_blocks:
+            self._append_blocks(blocks)
+        return moves
+
+    def _slot(self, sequence_id: int) -> int:
+        slot = self.slot_of.get(sequence_id)
+        if slot is None:
+            raise InvalidPlanError(f"sequence {sequence_id} is not known")
+        return slot
+
+    def _release(self, sequence_id: int) -> None:
+        slot = self._slot(sequence_id)
+        del self.slot_of[sequence_id]
+        self.owned[Tier(self.tier[slot])].release(self._blocks(slot))
+        self.prompts[slot] = np.zeros(0, np.int32)
+        self._free_slots.append(slot)
+
+    def _insert(self, new: NewSequence) -> None:
+        if new.sequence_id in self.slot_of:
+            raise InvalidPlanError(f"sequence {new.sequence_id} is known already")
+        if not self._free_slots:
+            raise InvalidPlanError(f"sequence {new.sequence_id} is one more than {self._limits.max_sequences}")
+        if not 0 < len(new.token_ids) <= self._limits.max_sequence_tokens:
+            raise InvalidPlanError(
+                f"sequence {new.sequence_id} has {len(new.token_ids)} tokens; 1 to {self._limits.max_sequence_tokens}"
+            )
+        slot = self._free_slots.pop()
+        self.slot_of[new.sequence_id] = slot
+        self.sequence_ids[slot] = new.sequence_id
+        self.prompts[slot] = new.token_ids
+        self.prompt_tokens[slot] = len(new.token_ids)
+        self.computed_tokens[slot] = 0
+        self.tier[slot] = new.tier.value
+        self.num_blocks[slot] = 0
+        sampling = self._sampling
+        sampling.temperature[slot] = new.sampling.temperature
+        sampling.top_k[slot] = new.sampling.top_k
+        sampling.top_p[slot] = new.sampling.top_p
+        sampling.min_p[slot] = new.sampling.min_p
+        sampling.seed[slot] = new.sampling.seed
+        sampling.draw[slot] = new.num_generated_tokens
+        sampling.num_logprobs[slot] = new.sampling.num_logprobs
+        self._add_blocks(slot, new.sequence_id, new.blocks)
+
+    def _append_blocks(self, more: NewBlocks) -> None:
+        self._add_blocks(self._slot(more.sequence_id), more.sequence_id, more.blocks)
+
+    def _add_blocks(self, slot: int, sequence_id: int, blocks: Int32Array) -> None:
+        self.owned[Tier(self.tier[slot])].claim(blocks, sequence_id)
+        start = int(self.num_blocks[slot])
+        end = start + len(blocks)
+        while end > self.block_tables.shape[1]:
+            self.block_tables = np.concatenate([self.block_tables, np.zeros_like(self.block_tables)], axis=1)
+        self.block_tables[slot, start:end] = blocks
+        self.num_blocks[slot] = end
+
+    def _blocks(self, slot: int) -> Int32Array:
+        return self.block_tables[slot, : self.num_blocks[slot]].copy()
+
+    def _filled_blocks(self, slot: int) -> int:
+        return -(-int(self.computed_tokens[slot]) // self._block_tokens)
+
+    def _give_up_blocks(self, slot: int, swap: Swap) -> Int32Array:
+        if self.tier[slot] == swap.target.value:
+            raise InvalidPlanError(f"sequence {swap.sequence_id} is on the {swap.target.name.lower()} already")
+        blocks = self._blocks(slot)
+        self.owned[Tier(self.tier[slot])].release(blocks)
+        self.tier[slot] = swap.target.value
+        self.num_blocks[slot] = 0
+        return blocks
+
+    def _take_swap_targets(self, swaps: list[tuple[int, Swap]], sources: list[Int32Array]) -> Moves:
+        pairs: dict[Tier, list[tuple[Int32Array, Int32Array]]] = {Tier.GPU: [], Tier.HOST: []}
+        for (slot, swap), source in zip(swaps, sources, strict=True):
+            filled = self._filled_blocks(slot)
+            if len(swap.blocks) < filled:
+                raise InvalidPlanError(f"sequence {swap.sequence_id} moves {filled} blocks into {len(swap.blocks)}")
+            self._add_blocks(slot, swap.sequence_id, swap.blocks)
+            pairs[swap.target].append((source[:filled], swap.blocks[:filled]))
+        moves = Moves(to_host=_joined(pairs[Tier.HOST]), to_gpu=_joined(pairs[Tier.GPU]))
+        reused = np.intersect1d(moves.to_host.target, moves.to_gpu.source)
+        if len(reused):
+            raise InvalidPlanError(f"host blocks {reused.tolist()} are written before they are read")
+        return moves
+
+    # --- work
+
+    def check_work(self, plan: IterationPlan) -> None:
+        """Whether the sub-batches can run on the state as it is now. Raises InvalidPlanError."""
+        batches = plan.sub_batches
+        if len(batches) > 2 or (len(batches) == 2 and (batches[1].prefills or batches[1].gpu_decodes)):
+            raise InvalidPlanError("at most two sub-batches, and of two the second holds CPU decodes only")
+        if plan.mode is Mode.GPU_ONLY and any(batch.cpu_decodes for batch in batches):
+            raise InvalidPlanError("a GPU-only iteration holds CPU decodes")
+        num_tokens = sum(batch.num_tokens for batch in batches)
+        if num_tokens > self._limits.max_batch_tokens:
+            raise InvalidPlanError(f"{num_tokens} tokens in an iteration; at most {self._limits.max_batch_tokens}")
+        seen: set[int] = set()
+        for batch in batches:
+            for sequence_id in _ids(batch):
+                if sequence_id in seen:
+                    raise InvalidPlanError(f"sequence {sequence_id} appears twice")
+                seen.add(sequence_id)
+            for chunk in batch.prefills:
+                self._check_chunk(chunk)
+            self._check_decodes(batch.gpu_decodes, Tier.GPU)
+            self._check_decodes(batch.cpu_decodes, Tier.HOST)
+
+    def _check_chunk(self, chunk: PrefillChunk) -> None:
+        slot = self._slot(chunk.sequence_id)
+        end = chunk.start + chunk.num_tokens
+        if chunk.start != self.computed_tokens[slot] or chunk.num_tokens < 1 or end > self.prompt_tokens[slot]:
+            raise InvalidPlanError(
+                f"sequence {chunk.sequence_id}: chunk {chunk.start} to {end}, but {self.computed_tokens[slot]} of "
+                f"{self.prompt_tokens[slot]} prompt tokens are computed"
+            )
+        self._check_room(chunk.sequence_id, slot, end)
+
+    def _check_decodes(self, sequence_ids: tuple[int, ...], tier: Tier) -> None:
+        slots = self.slots(sequence_ids)
+        after = self.computed_tokens[slots] + 1
+        bad = (
+            (self.tier[slots] != tier.value)
+            | (after <= self.prompt_tokens[slots])
+            | (after > np.minimum(self.num_blocks[slots] * self._block_tokens, self._limits.max_sequence_tokens))
+        )
+        for slot in slots[bad][:1]:
+            sequence_id = int(self.sequence_ids[slot])
+            if self.tier[slot] != tier.value:
+                raise InvalidPlanError(f"sequence {sequence_id} decodes on the {tier.name.lower()}, where it is not")
+            if self.computed_tokens[slot] < self.prompt_tokens[slot]:
+                raise InvalidPlanError(f"sequence {sequence_id} decodes before its prompt is computed")
+            self._check_room(sequence_id, int(slot), int(self.computed_tokens[slot]) + 1)
+
+    def _check_room(self, sequence_id: int, slot: int, num_tokens: int) -> None:
+        if num_tokens > self._limits.max_sequence_tokens:
+            raise InvalidPlanError(f"sequence {sequence_id} exceeds {self._limits.max_sequence_tokens} tokens")
+        if num_tokens > self.num_blocks[slot] * self._block_tokens:
+            raise InvalidPlanError(
+                f"sequence {sequence_id} has {self.num_blocks[slot]} blocks, too few for {num_tokens} tokens"
+            )
+
+    def slots(self, sequence_ids: Iterable[int]) -> Slots:
+        """[n] rows of known sequences. Raises InvalidPlanError."""
+        return np.array([self._slot(sequence_id) for sequence_id in sequence_ids], np.int64)
+
+    # --- progress
+
+    def advance(self, sub_batch: SubBatch) -> None:
+        """Counts the K and V that a sub-batch stored."""
+        for chunk in sub_batch.prefills:
+            self.computed_tokens[self.slot_of[chunk.sequence_id]] += chunk.num_tokens
+        self.computed_tokens[self.slots(sub_batch.gpu_decodes + sub_batch.cpu_decodes)] += 1
+
+    def sampling_rows(self, slots: Slots) -> SamplingRows:
+        """How the next token of each of these sequences is drawn."""
+        table = self._sampling
+        return SamplingRows(*(getattr(table, name)[slots] for name in SamplingRows.__dataclass_fields__))
+
+    def take_tokens(self, slots: Slots, tokens: NDArray[np.int64]) -> None:
+        """Keeps sampled tokens as the next inputs."""
+        self.last_token[slots] = tokens
+        self._sampling.draw[slots] += 1
+
+
+def _ids(batch: SubBatch) -> tuple[int, ...]:
+    return tuple(chunk.sequence_id for chunk in batch.prefills) + batch.gpu_decodes + batch.cpu_decodes
+
+
+def _joined(pairs: list[tuple[Int32Array, Int32Array]]) -> BlockMoves:
+    if not pairs:
+        return BlockMoves(np.zeros(0, np.int32), np.zeros(0, np.int32))
+    return BlockMoves(*(np.concatenate(side) for side in zip(*pairs, strict=True)))
