@@ -36,8 +36,7 @@ def plan_to_message(plan: IterationPlan) -> pb.IterationPlan:
         released_sequence_ids=plan.released,
         new_sequences=[_new_sequence(new) for new in plan.new_sequences],
         swaps=[
-            pb.Swap(sequence_id=swap.sequence_id, target=_TIERS[swap.target], blocks=swap.blocks)
-            for swap in plan.swaps
+            pb.Swap(sequence_id=swap.sequence_id, target=_TIERS[swap.target], blocks=swap.blocks) for swap in plan.swaps
         ],
         new_blocks=[pb.NewBlocks(sequence_id=new.sequence_id, blocks=new.blocks) for new in plan.new_blocks],
         sub_batches=[_sub_batch(batch) for batch in plan.sub_batches],
@@ -86,9 +85,7 @@ def result_from_message(message: pb.IterationResult) -> IterationResult:
         iteration=message.iteration,
         tokens=tuple(zip(message.sequence_ids, message.token_ids, strict=True)),
         logprobs={
-            item.sequence_id: TokenLogprobs(
-                item.chosen, tuple(zip(item.top_token_ids, item.top_logprobs, strict=True))
-            )
+            item.sequence_id: TokenLogprobs(item.chosen, tuple(zip(item.top_token_ids, item.top_logprobs, strict=True)))
             for item in message.logprobs
         },
         timings=Timings(

@@ -1,0 +1,19 @@
+"""Turns requests and results into iteration plans: the only code that decides. No I/O, clock or log."""
+
+from planner_svc.scheduler.admission import AdmissionError, AdmissionReason
+from planner_svc.scheduler.events import Applied, Counters, TokenEvent
+from planner_svc.scheduler.limits import Capacity, ModePolicy
+from planner_svc.scheduler.scheduler import Scheduler
+from planner_svc.scheduler.sequence import SequenceRequest
+
+__all__ = [
+    "AdmissionError",
+    "AdmissionReason",
+    "Applied",
+    "Capacity",
+    "Counters",
+    "ModePolicy",
+    "Scheduler",
+    "SequenceRequest",
+    "TokenEvent",
+]

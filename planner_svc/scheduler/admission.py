@@ -1,0 +1,55 @@
+"""Refuses at the door what can never be served, or not now; before a request costs anything."""
+
+from enum import Enum
+
+from planner_svc.plan import Tier
+from planner_svc.scheduler.limits import Capacity, ModePolicy
+from planner_svc.scheduler.sequence import SequenceRequest
+
+
+class AdmissionReason(Enum):
+    """Why a request is refused."""
+
+    QUEUE_FULL = "queue_full"
+    """Too many wait; try again later."""
+    EXCEEDS_KV = "exceeds_kv"
+    """Prompt and answer can never fit either tier."""
+    EXCEEDS_CONTEXT = "exceeds_context"
+    """Prompt and answer exceed the tokens of one sequence."""
+    TOO_SMALL = "too_small"
+    """Nothing to prefill, or nothing to generate."""
+
+
+class AdmissionError(Exception):
+    """A refused request: the field at fault and its limit."""
+
+    def __init__(self, reason: AdmissionReason, field: str, limit: int) -> None:
+        super().__init__(f"{reason.value}: {field}, limit {limit}")
+        self.reason = reason
+        self.field = field
+        self.limit = limit
+
+
+def largest_tier_tokens(capacity: Capacity, policy: ModePolicy) -> int:
+    """Tokens of KV that a sequence may grow to. With attention on the GPU alone, the host can only park."""
+    blocks = capacity.gpu_blocks if policy == "gpu_only" else max(capacity.blocks(tier) for tier in Tier)
+    return blocks * capacity.block_tokens
+
+
+def check(request: SequenceRequest, capacity: Capacity, policy: ModePolicy) -> None:
+    """Raises AdmissionError for what can never be served. Limits are in tokens of prompt and answer together.
+
+    The field at fault is the prompt where it alone leaves no room for a token, `max_new_tokens` otherwise.
+    """
+    if not request.prompt:
+        raise AdmissionError(AdmissionReason.TOO_SMALL, "prompt", 1)
+    if request.max_new_tokens < 1:
+        raise AdmissionError(AdmissionReason.TOO_SMALL, "max_new_tokens", 1)
+    total = len(request.prompt) + request.max_new_tokens
+    kv_limit = largest_tier_tokens(capacity, policy) + 1  # the last token needs no KV
+    for reason, limit in (
+        (AdmissionReason.EXCEEDS_CONTEXT, capacity.max_sequence_tokens),
+        (AdmissionReason.EXCEEDS_KV, kv_limit),
+    ):
+        if total > limit:
+            raise AdmissionError(reason, "prompt" if len(request.prompt) >= limit else "max_new_tokens", limit)

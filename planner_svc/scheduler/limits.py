@@ -1,0 +1,34 @@
+"""What an epoch has to work with, and how the mode may be chosen; handed to the scheduler by the engine."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from planner_svc.plan import Tier
+
+ModePolicy = Literal["auto", "gpu_only", "asymmetric"]
+"""As PlannerConfig.mode: chosen each iteration, or forced."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Limits of one epoch, from OpenEpoch of the executor."""
+
+    gpu_blocks: int
+    host_blocks: int
+    block_tokens: int
+    max_sequences: int
+    """That hold blocks at a time."""
+    max_batch_tokens: int
+    """That one iteration computes."""
+    max_sequence_tokens: int
+    """Prompt and answer together."""
+    block_bytes: int
+    """Of one block over all layers: what swapping it costs."""
+
+    def blocks(self, tier: Tier) -> int:
+        """Blocks of a tier, used or not."""
+        return self.gpu_blocks if tier is Tier.GPU else self.host_blocks
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold the KV of so many tokens."""
+        return -(-num_tokens // self.block_tokens)

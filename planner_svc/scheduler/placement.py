@@ -1,0 +1,151 @@
+"""Who holds blocks, and where: swapping in, room for decodes, preemption. The memory side of a plan.
+
+Liveness rests on one rule: room is made for a sequence by sequences that arrived after it, never before. The oldest
+one thus always progresses, and no two can evict one another for ever.
+"""
+
+from dataclasses import dataclass, field
+
+from planner_svc.plan import Tier
+from planner_svc.scheduler.events import Tally
+from planner_svc.scheduler.limits import Capacity, ModePolicy
+from planner_svc.scheduler.residency import Residency
+from planner_svc.scheduler.sequence import Sequence, State
+from planner_svc.scheduler.waiting import WaitingQueue
+
+_MARGIN = 0.05
+"""Share of a tier that neither admission nor swapping in may fill."""
+
+
+@dataclass(slots=True)
+class Decodes:
+    """Sequences with room for their next token, by arrival."""
+
+    gpu: list[Sequence] = field(default_factory=list)
+    host: list[Sequence] = field(default_factory=list)
+
+
+class Placement:
+    """Moves sequences in, out and between the tiers, for one plan at a time."""
+
+    def __init__(
+        self, capacity: Capacity, policy: ModePolicy, residency: Residency, queue: WaitingQueue, tally: Tally
+    ) -> None:
+        self._capacity = capacity
+        self._host_decodes = policy != "gpu_only"
+        self._residency = residency
+        self._queue = queue
+        self._tally = tally
+
+    def computes_in(self, tier: Tier) -> bool:
+        """Whether a sequence there can be worked on. GPU-only, the host merely parks."""
+        return tier is Tier.GPU or self._host_decodes
+
+    def retire_spent(self) -> None:
+        """Frees the blocks of sequences whose last token is scheduled, a result earlier than it is known."""
+        for sequence in [item for item in self._residency.sequences if item.num_unscheduled == 0]:
+            self._residency.leave(sequence, State.DRAINING)
+
+    def margin(self, tier: Tier, num_residents: int) -> int:
+        """Blocks to leave free when a sequence comes to a tier, so that it is not soon swapped out again.
+
+        5 %, or the next block of each resident where that is more; none in an empty tier, which must take whatever
+        fits.
+        """
+        if num_residents == 0:
+            return 0
+        return max(round(self._capacity.blocks(tier) * _MARGIN), num_residents)
+
+    def swap_in(self) -> None:
+        """Brings sequences back from the host, oldest first, while a margin stays free.
+
+        Where the host computes, prompts have first claim on the GPU: they use its room without a copy, and those on
+        the host progress meanwhile. Where it only parks, parked sequences and prompts come in order of arrival.
+        """
+        head = self._queue.head
+        if self._host_decodes and head is not None and self._fits_empty_gpu(head):
+            return
+        residency = self._residency
+        for sequence in residency.sequences:
+            if sequence.tier is not Tier.HOST:
+                continue
+            if head is not None and not self._host_decodes and head.sequence_id < sequence.sequence_id:
+                return
+            needed = len(sequence.blocks) + residency.num_missing(sequence)
+            if needed + self.margin(Tier.GPU, residency.num_on(Tier.GPU)) > residency.free(Tier.GPU):
+                return
+            residency.move(sequence, Tier.GPU)
+
+    def _fits_empty_gpu(self, sequence: Sequence) -> bool:
+        return self._capacity.blocks_for(sequence.num_tokens) <= self._capacity.gpu_blocks
+
+    def reserve_decodes(self, budget: int) -> Decodes:
+        """Finds room for one more token of each decoding sequence, at most `budget`, oldest first.
+
+        Blocks on the GPU are given now; on the host promised, since the balance may yet pass a sequence over.
+        """
+        decodes = Decodes()
+        for sequence in list(self._residency.sequences):
+            if budget == 0:
+                break
+            # Earlier, older ones may have evicted it.
+            if sequence.state is not State.RUNNING or sequence.prefilling or not self.computes_in(sequence.tier):
+                continue
+            if not self._find_room(sequence):
+                continue
+            budget -= 1
+            if sequence.tier is Tier.GPU:
+                self._residency.grow(sequence)
+                decodes.gpu.append(sequence)
+            else:
+                self._residency.promise_host_growth(sequence)
+                decodes.host.append(sequence)
+        return decodes
+
+    def _find_room(self, sequence: Sequence) -> bool:
+        """Room for one more token, in its tier or in the other. False: it keeps its blocks and waits for older ones."""
+        residency = self._residency
+        missing = residency.num_missing(sequence)
+        if missing == 0 or self._make_room(sequence.tier, missing, sequence):
+            return True
+        other = Tier.HOST if sequence.tier is Tier.GPU else Tier.GPU
+        if residency.has_moved(sequence) or not self.computes_in(other):
+            return False
+        needed = len(sequence.blocks) + missing
+        if needed > self._capacity.blocks(sequence.tier):
+            if not self._make_room(other, needed, sequence):
+                return False
+        elif other is Tier.GPU or residency.free(Tier.HOST) < needed:
+            # The youngest on the GPU moves out of the way; on the host it may as well wait.
+            return False
+        residency.move(sequence, other)
+        return True
+
+    def _make_room(self, tier: Tier, num_blocks: int, beneficiary: Sequence) -> bool:
+        """Evicts sequences younger than the beneficiary, latest first; none where that would not be enough."""
+        short = num_blocks - self._residency.free(tier)
+        victims: list[Sequence] = []
+        for victim in reversed(self._residency.sequences if short > 0 else ()):
+            if short <= 0 or victim.sequence_id <= beneficiary.sequence_id:
+                break
+            if victim.tier is tier:
+                victims.append(victim)
+                short -= len(victim.blocks)
+        if short > 0:
+            return False
+        for victim in victims:
+            self._evict(victim)
+        return True
+
+    def _evict(self, victim: Sequence) -> None:
+        """To the host where it has room, which costs a copy; else its KV is given up and computed again later."""
+        residency = self._residency
+        self._tally.add(preemptions=1)
+        swappable = victim.tier is Tier.GPU and not residency.has_moved(victim)
+        if swappable and residency.free(Tier.HOST) >= len(victim.blocks):
+            residency.move(victim, Tier.HOST)
+            return
+        victim.num_recomputations += 1
+        victim.num_passed_over = 0
+        residency.leave(victim, State.WAITING)
+        self._queue.put_back(victim)

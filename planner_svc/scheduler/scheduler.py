@@ -1,0 +1,291 @@
+"""Owns the queues and both block allocators: `plan` makes an IterationPlan, `apply` takes its result."""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Literal
+
+from planner_svc.estimator import Calibration, Estimator
+from planner_svc.plan import IterationPlan, IterationResult, Mode, Tier
+from planner_svc.scheduler.admission import AdmissionError, AdmissionReason, check
+from planner_svc.scheduler.batch import Batch
+from planner_svc.scheduler.decision import decide
+from planner_svc.scheduler.events import Applied, Counters, Tally, TokenEvent
+from planner_svc.scheduler.limits import Capacity, ModePolicy
+from planner_svc.scheduler.placement import Placement
+from planner_svc.scheduler.prompts import propose
+from planner_svc.scheduler.residency import Residency
+from planner_svc.scheduler.sequence import Sequence, SequenceRequest, State
+from planner_svc.scheduler.waiting import WaitingQueue
+
+MAX_UNAPPLIED = 2
+"""One plan runs, one waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A plan whose result is still to come."""
+
+    iteration: int
+    mode: Mode
+    computes: bool
+    """False: it only releases or moves."""
+    uncalibrated_s: float
+    expected: tuple[int, ...]
+    """Sequences that get a token, in the result's order."""
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill over two tiers. Not thread-safe: one engine owns it.
+
+    Times are seconds of the caller's clock. Order is by arrival; no decision depends on `now` yet.
+    """
+
+    def __init__(
+        self, capacity: Capacity, estimator: Estimator, mode: ModePolicy, max_waiting: int, epoch: int = 1
+    ) -> None:
+        self._policy: ModePolicy = mode
+        self._max_waiting = max_waiting
+        self._tally = Tally()
+        self._next_id = 1
+        self._live: dict[int, Sequence] = {}
+        """Neither finished nor lost."""
+        self._gone: dict[int, Sequence] = {}
+        """Finished since the last plan."""
+        self._open_epoch(capacity, estimator, epoch)
+
+    def _open_epoch(self, capacity: Capacity, estimator: Estimator, epoch: int) -> None:
+        self._capacity = capacity
+        self._estimator = estimator
+        self._calibration = Calibration()
+        self._epoch = epoch
+        self._iteration = 0
+        self._in_flight: deque[_InFlight] = deque()
+        self._queue = WaitingQueue()
+        self._residency = Residency(capacity)
+        self._placement = Placement(capacity, self._policy, self._residency, self._queue, self._tally)
+        self._nothing_to_plan = False
+        """The last attempt found nothing, and nothing has changed since."""
+
+    # --- requests
+
+    def add(self, request: SequenceRequest, now: float) -> int:
+        """Queues a request and returns its sequence id. Raises AdmissionError, and then costs nothing."""
+        check(request, self._capacity, self._policy)
+        if len(self._queue) >= self._max_waiting:
+            raise AdmissionError(AdmissionReason.QUEUE_FULL, "requests", self._max_waiting)
+        sequence = Sequence(self._next_id, request)
+        self._next_id += 1
+        self._live[sequence.sequence_id] = sequence
+        self._queue.append(sequence)
+        self._nothing_to_plan = False
+        return sequence.sequence_id
+
+    def finish(self, sequence_id: int) -> None:
+        """Ends a sequence: frees its blocks at once, drops its tokens in flight. Does nothing for one that ended."""
+        sequence = self._live.pop(sequence_id, None)
+        if sequence is None:
+            return
+        if sequence.state is State.RUNNING:
+            self._residency.leave(sequence, State.FINISHED)
+        elif sequence.state is State.WAITING:
+            self._queue.remove(sequence)
+        sequence.state = State.FINISHED
+        self._gone[sequence_id] = sequence
+        self._nothing_to_plan = False
+
+    # --- plans and results
+
+    def has_work(self) -> bool:
+        """False: `plan` would return None. True: it is worth asking; an answer of None then lasts until a change."""
+        if len(self._in_flight) == MAX_UNAPPLIED or self._nothing_to_plan:
+            return False
+        return bool(self._live or self._residency.changes)
+
+    def plan(self, now: float) -> IterationPlan | None:
+        """The next iteration, its blocks and tokens reserved; None where there is nothing to do or tell.
+
+        May be called before the previous plan's result is applied, at most one plan ahead.
+        """
+        if not self.has_work():
+            return None
+        self._gone.clear()
+        placement, residency = self._placement, self._residency
+        placement.retire_spent()
+        placement.swap_in()
+        decodes = placement.reserve_decodes(self._capacity.max_batch_tokens)
+        # Prompts get what decodes leave, those on the CPU included, so that they never crowd them out.
+        budget = self._capacity.max_batch_tokens - len(decodes.gpu) - len(decodes.host)
+        chunks = propose(self._capacity, residency, placement, self._queue, budget)
+        num_swapped_blocks = sum(len(swap.blocks) for swap in residency.changes.swaps.values())
+        decision = decide(
+            self._estimator,
+            self._calibration,
+            self._policy,
+            chunks,
+            decodes,
+            residency.sequences,
+            num_swapped_blocks * self._capacity.block_bytes,
+        )
+        for sequence in decision.passed_over:
+            sequence.num_passed_over += 1
+        expected = self._reserve(decision.batch)
+        computes = bool(decision.batch.sub_batches())
+        self._nothing_to_plan = not (computes or residency.changes)
+        if self._nothing_to_plan:
+            return None
+        self._iteration += 1
+        self._in_flight.append(_InFlight(self._iteration, decision.mode, computes, decision.uncalibrated_s, expected))
+        predicted_s = decision.uncalibrated_s * self._calibration.factor(decision.mode)
+        return self._make_plan(decision.batch, decision.mode, predicted_s)
+
+    def _make_plan(self, batch: Batch, mode: Mode, predicted_s: float) -> IterationPlan:
+        changes = self._residency.take_changes()
+        swaps = changes.ordered_swaps()
+        if swaps:
+            num_in = sum(swap.target is Tier.GPU for swap in swaps)
+            self._tally.add(swaps_in=num_in, swaps_out=len(swaps) - num_in)
+        return IterationPlan(
+            epoch=self._epoch,
+            iteration=self._iteration,
+            mode=mode,
+            released=tuple(changes.released),
+            new_sequences=tuple(changes.new_sequences),
+            swaps=swaps,
+            new_blocks=changes.ordered_new_blocks(),
+            sub_batches=batch.sub_batches(),
+            host_blocks_used=self._residency.used(Tier.HOST),
+            predicted_s=predicted_s,
+        )
+
+    def _reserve(self, batch: Batch) -> tuple[int, ...]:
+        """Counts the batch's work as done and gives it its blocks. Returns the sequences that get a token."""
+        residency = self._residency
+        residency.redeem_promises()
+        prefilled = recomputed = 0
+        for sequence in (*batch.cpu_decodes[0], *batch.cpu_decodes[1]):
+            residency.grow(sequence)
+        for chunk in batch.chunks:
+            sequence = chunk.sequence
+            if chunk.is_admission:
+                self._queue.remove(sequence)
+                residency.admit(sequence, chunk.tier)
+            end = chunk.start + chunk.num_tokens
+            num_again = max(0, min(end, sequence.num_once_computed_tokens) - chunk.start)
+            recomputed += num_again
+            prefilled += chunk.num_tokens - num_again
+            sequence.advance_to(end)
+        for sequence in batch.decodes():
+            sequence.advance_to(sequence.num_computed_tokens + 1)
+            sequence.num_passed_over = 0
+        with_output = batch.sequences_with_output()
+        for sequence in with_output:
+            sequence.num_in_flight += 1
+        if batch.chunks:
+            self._tally.add(prefilled_tokens=prefilled, recomputed_tokens=recomputed)
+        return tuple(sequence.sequence_id for sequence in with_output)
+
+    def apply(self, result: IterationResult) -> Applied:
+        """Takes the result of the oldest plan not yet applied; one of an earlier epoch changes nothing.
+
+        Sequences that end here by an end token or by length are finished. Raises ValueError, and changes nothing, for
+        a result that failed or that does not answer the plan.
+        """
+        if result.epoch != self._epoch:
+            return Applied()
+        planned = self._in_flight[0] if self._in_flight else None
+        if result.error is not None:
+            raise ValueError(f"iteration {result.iteration} failed, its tokens can't be applied: {result.error.value}")
+        if planned is None or result.iteration != planned.iteration:
+            raise ValueError(f"iteration {result.iteration} is not the one expected next")
+        if tuple(sequence_id for sequence_id, _ in result.tokens) != planned.expected:
+            raise ValueError(f"iteration {result.iteration} yields tokens of other sequences than planned")
+        self._in_flight.popleft()
+        self._nothing_to_plan = False
+        self._calibration.observe(planned.mode, planned.uncalibrated_s, result.timings.total_ns / 1e9)
+        events = [
+            self._take_token(sequence, token_id, result)
+            for sequence_id, token_id in result.tokens
+            if (sequence := self._live.get(sequence_id)) is not None
+        ]
+        self._tally.add(
+            gpu_only_iterations=planned.computes and planned.mode is Mode.GPU_ONLY,
+            asymmetric_iterations=planned.computes and planned.mode is Mode.ASYMMETRIC,
+            generated_tokens=len(events),
+        )
+        return Applied(tuple(events))
+
+    def _take_token(self, sequence: Sequence, token_id: int, result: IterationResult) -> TokenEvent:
+        sequence.num_in_flight -= 1
+        sequence.outputs.append(token_id)
+        finish: Literal["end_token", "length"] | None = None
+        if token_id in sequence.request.end_token_ids:
+            finish = "end_token"
+        elif len(sequence.outputs) == sequence.request.max_new_tokens:
+            finish = "length"
+        if finish:
+            self.finish(sequence.sequence_id)
+        return TokenEvent(sequence.sequence_id, token_id, result.logprobs.get(sequence.sequence_id), finish)
+
+    # --- failure
+
+    def reset(self, capacity: Capacity, estimator: Estimator, epoch: int, lose_host: bool) -> tuple[int, ...]:
+        """Starts a new epoch on an executor that holds nothing: plans in flight are forgotten.
+
+        Sequences are queued again in order of arrival, to be recomputed from prompt and tokens applied so far.
+        Returns those that are lost instead: with `lose_host` all whose KV was on the host, and any that can no
+        longer fit.
+        """
+        if epoch <= self._epoch:
+            raise ValueError(f"epoch {epoch} does not follow {self._epoch}")
+        self._open_epoch(capacity, estimator, epoch)
+        sequences, self._live = self._live, {}
+        lost = []
+        for sequence_id in sorted(sequences):
+            sequence = sequences[sequence_id]
+            ran = sequence.state in (State.RUNNING, State.DRAINING)
+            if (lose_host and ran and sequence.tier is Tier.HOST) or not self._can_be_served(sequence):
+                sequence.state = State.FINISHED
+                self._gone[sequence_id] = sequence
+                lost.append(sequence_id)
+                continue
+            sequence.await_recomputation()
+            sequence.num_recomputations += ran
+            self._live[sequence_id] = sequence
+            self._queue.append(sequence)
+        return tuple(lost)
+
+    def _can_be_served(self, sequence: Sequence) -> bool:
+        try:
+            check(sequence.request, self._capacity, self._policy)
+        except AdmissionError:
+            return False
+        return True
+
+    # --- views
+
+    @property
+    def num_waiting(self) -> int:
+        """Accepted and without blocks: not yet started, or preempted."""
+        return len(self._queue)
+
+    @property
+    def num_running(self) -> int:
+        """Started, and not waiting to be recomputed."""
+        return len(self._live) - len(self._queue)
+
+    @property
+    def gpu_blocks_used(self) -> int:
+        return self._residency.used(Tier.GPU)
+
+    @property
+    def host_blocks_used(self) -> int:
+        return self._residency.used(Tier.HOST)
+
+    @property
+    def counters(self) -> Counters:
+        return self._tally.counters
+
+    def recomputations(self, sequence_id: int) -> int:
+        """How often its KV was given up. Of one that ended: known until the next plan, 0 from then on."""
+        sequence = self._live.get(sequence_id) or self._gone.get(sequence_id)
+        return sequence.num_recomputations if sequence else 0

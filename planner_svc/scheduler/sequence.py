@@ -1,0 +1,92 @@
+"""A request once admitted to the queues: its tokens, where its KV lies, and how far it is scheduled."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from planner_svc.plan import Sampling, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceRequest:
+    """What a caller wants generated."""
+
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    sampling: Sampling
+    end_token_ids: frozenset[int]
+
+    @property
+    def max_kv_tokens(self) -> int:
+        """Most tokens whose KV is ever kept. The last token is sent, never attended."""
+        return len(self.prompt) + self.max_new_tokens - 1
+
+
+class State(Enum):
+    """Where a sequence stands. `finish` and `reset` lead out of each."""
+
+    WAITING = "waiting"
+    """Holds no blocks. Before its first prompt token, or preempted and to be recomputed."""
+    RUNNING = "running"
+    """Holds blocks in exactly one tier."""
+    DRAINING = "draining"
+    """Every token is scheduled and the blocks are freed; the last results are still to come."""
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Scheduled work counts as done: `num_computed_tokens` and `num_in_flight` include plans not yet applied."""
+
+    sequence_id: int
+    """Also the order of arrival."""
+    request: SequenceRequest
+    state: State = State.WAITING
+    outputs: list[int] = field(default_factory=list)
+    """Tokens of applied results."""
+    num_in_flight: int = 0
+    """Tokens that plans not yet applied will yield."""
+    tier: Tier = Tier.GPU
+    """Where its blocks are; of the last stay where it holds none."""
+    blocks: list[int] = field(default_factory=list)
+    num_prefill_tokens: int = 0
+    """To compute before the first decode of this stay: the prompt and, after a recomputation, outputs."""
+    num_computed_tokens: int = 0
+    """With KV in `blocks`."""
+    num_passed_over: int = 0
+    """Plans in a row that could have run it and did not, to keep the processors in balance."""
+    num_recomputations: int = 0
+    num_once_computed_tokens: int = 0
+    """The furthest any stay came: what lies before it is recomputed."""
+
+    @property
+    def num_unscheduled(self) -> int:
+        """Tokens that may still be asked of the executor."""
+        return self.request.max_new_tokens - len(self.outputs) - self.num_in_flight
+
+    @property
+    def prefilling(self) -> bool:
+        """A running sequence prefills, then decodes."""
+        return self.num_computed_tokens < self.num_prefill_tokens
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Prompt and outputs. Whole only while nothing is in flight."""
+        return (*self.request.prompt, *self.outputs)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.request.prompt) + len(self.outputs)
+
+    def advance_to(self, num_computed_tokens: int) -> None:
+        """Its KV is scheduled up to here."""
+        self.num_computed_tokens = num_computed_tokens
+        self.num_once_computed_tokens = max(num_computed_tokens, self.num_once_computed_tokens)
+
+    def await_recomputation(self) -> None:
+        """Forgets everything that an executor held for it. Only applied tokens remain."""
+        self.state = State.WAITING
+        self.num_in_flight = 0
+        self.blocks = []
+        self.num_prefill_tokens = 0
+        self.num_computed_tokens = 0
+        self.num_passed_over = 0
