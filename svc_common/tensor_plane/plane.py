@@ -62,7 +62,7 @@ class TensorPlane:
     def attach(cls, path: str, endpoint: str, epoch: int, shape: RegionShape) -> "TensorPlane":
         """Maps the region that OpenRegion named. Raises PlaneError where it is not the one asked for."""
         region = _plane.Region.attach(path, epoch, shape.to_native())
-        socket = zmq.Context.instance().socket(zmq.PAIR)
+        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         socket.linger = 0
         try:
             socket.connect(endpoint)

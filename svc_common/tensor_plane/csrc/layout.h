@@ -9,6 +9,7 @@
 #include <string_view>
 
 #include "doorbell.h"
+#include "dtype.h"
 
 namespace neoflex {
 
@@ -24,10 +25,7 @@ inline constexpr int num_slots = 2;
 inline constexpr int max_head_dim = 256;
 inline constexpr std::size_t page_bytes = 4096;
 inline constexpr std::size_t line_bytes = 64;
-
-enum class DType : std::uint32_t { fp32 = 1, fp16 = 2, bf16 = 3 };
-
-constexpr std::size_t dtype_bytes(DType dtype) { return dtype == DType::fp32 ? 4 : 2; }
+inline constexpr std::uint64_t no_iteration = ~std::uint64_t{0};
 
 inline DType parse_dtype(std::string_view name) {
     if (name == "fp32") return DType::fp32;
@@ -95,7 +93,7 @@ struct alignas(line_bytes) Control {
     Shape shape;
     alignas(line_bytes) std::atomic<std::uint32_t> attached;  // 1 once the executor has mapped the region
     std::atomic<std::uint32_t> closed;                        // 1 once either side has given the region up
-    std::atomic<std::uint64_t> refused_iteration;             // last iteration that the worker refused
+    std::atomic<std::uint64_t> refused_iteration;             // the last that the worker refused
     Doorbell submitted[num_slots];                            // rung by the executor
     Doorbell completed[num_slots];                            // rung by the worker
 };

@@ -160,6 +160,7 @@ class Region {
         control->epoch = epoch;
         control->region_bytes = mapped_bytes_;
         control->shape = shape;
+        control->refused_iteration.store(no_iteration, std::memory_order_relaxed);
         control->magic.store(region_magic, std::memory_order_release);
     }
 

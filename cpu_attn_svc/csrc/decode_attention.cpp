@@ -1,0 +1,113 @@
+#include "decode_attention.h"
+
+#include <algorithm>
+
+namespace neoflex {
+
+namespace {
+
+// Several pieces per thread even out their lengths and the threads' speeds.
+constexpr std::int64_t pieces_per_thread = 4;
+// Shorter spans cost more in merging than they gain.
+constexpr std::int64_t min_span_tokens = 128;
+// KV that one core reads in about the time that waking another takes.
+constexpr std::size_t min_bytes_per_thread = 64 * 1024;
+
+std::int64_t divide_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
+}  // namespace
+
+KernelShape make_kernel_shape(const HeadCounts& heads, std::int32_t head_dim, std::int32_t block_tokens,
+                              DType kv_dtype, DType exchange_dtype, float softmax_scale) {
+    const std::size_t half_block = static_cast<std::size_t>(heads.num_kv_heads) * block_tokens * head_dim;
+    return {heads.num_q_heads / heads.num_kv_heads,
+            head_dim,
+            block_tokens,
+            kv_dtype,
+            exchange_dtype,
+            2 * half_block,
+            half_block,
+            softmax_scale};
+}
+
+DecodePlan::DecodePlan(const DecodeBatch& batch, const HeadCounts& heads, const KernelShape& shape,
+                       std::int32_t sliding_window, int num_threads)
+    : batch_(batch) {
+    auto first_token = [&](std::int32_t sequence) {
+        const std::int32_t context = batch.context_tokens[sequence];
+        return sliding_window > 0 ? std::max(0, context - sliding_window) : 0;
+    };
+    std::int64_t head_tokens = 0;  // over sequences and KV heads
+    for (std::int32_t s = 0; s < batch.num_sequences; ++s)
+        head_tokens += std::int64_t{batch.context_tokens[s] - first_token(s)} * heads.num_kv_heads;
+    const std::size_t bytes = 2 * head_tokens * shape.head_dim * dtype_bytes(shape.kv_dtype);
+    worth_helpers_ = num_threads > 1 && bytes >= 2 * min_bytes_per_thread;
+    const std::int64_t span_limit =
+        worth_helpers_ ? std::max(min_span_tokens, divide_up(head_tokens, num_threads * pieces_per_thread))
+                       : std::max<std::int64_t>(head_tokens, 1);
+    for (std::int32_t s = 0; s < batch.num_sequences; ++s) {
+        const std::int32_t begin = first_token(s);
+        const std::int32_t end = batch.context_tokens[s];
+        const std::int64_t wanted_spans = divide_up(end - begin, span_limit);
+        // Whole tiles, so that only a sequence's last one is cut.
+        const auto span_tokens = static_cast<std::int32_t>(
+            divide_up(divide_up(end - begin, wanted_spans), max_lanes) * static_cast<std::int64_t>(max_lanes));
+        const auto num_spans = static_cast<std::int32_t>(divide_up(end - begin, span_tokens));
+        for (std::int32_t h = 0; h < heads.num_kv_heads; ++h) {
+            const std::int32_t head = num_spans > 1 ? num_cut_heads_++ : -1;
+            for (std::int32_t i = 0; i < num_spans; ++i)
+                pieces_.push_back({s, h, begin + i * span_tokens, std::min(end, begin + (i + 1) * span_tokens), head, i,
+                                   num_spans, num_partials_});
+            if (num_spans > 1) num_partials_ += num_spans;
+        }
+    }
+    spans_left_ = std::make_unique<std::atomic<std::int32_t>[]>(num_cut_heads_);
+    for (const Piece& piece : pieces_)
+        if (piece.head >= 0) spans_left_[piece.head].store(piece.num_spans, std::memory_order_relaxed);
+    partials_ = std::make_unique<float[]>(num_partials_ * partial_floats(shape));
+}
+
+DecodeAttention::DecodeAttention(const Kernel& kernel, const HeadCounts& heads, const KernelShape& shape,
+                                 ThreadPool& threads)
+    : kernel_(kernel), heads_(heads), shape_(shape), threads_(threads) {}
+
+void DecodeAttention::prepare(int num_threads) {
+    while (scratch_.size() < static_cast<std::size_t>(num_threads))
+        scratch_.push_back(std::make_unique<float[]>(scratch_floats(shape_)));
+}
+
+void DecodeAttention::run(DecodePlan& plan, const LayerTensors& layer) {
+    threads_.run(static_cast<std::uint32_t>(plan.pieces_.size()), plan.worth_helpers_,
+                 [&](std::uint32_t piece, int thread) {
+                     run_piece(plan, plan.pieces_[piece], layer, scratch_[thread].get());
+                 });
+}
+
+void DecodeAttention::run_piece(DecodePlan& plan, const DecodePlan::Piece& piece, const LayerTensors& layer,
+                                float* scratch) const {
+    const std::size_t exchange_bytes = dtype_bytes(shape_.exchange_dtype);
+    const std::size_t kv_row = (std::size_t{static_cast<std::uint32_t>(piece.sequence)} * heads_.num_kv_heads +
+                                piece.kv_head) * shape_.head_dim * exchange_bytes;
+    const std::size_t q_rows = kv_row * shape_.group;
+    const std::size_t head_elements = static_cast<std::size_t>(shape_.block_tokens) * shape_.head_dim;
+    const HeadKv kv{layer.pool + piece.kv_head * head_elements * dtype_bytes(shape_.kv_dtype),
+                    plan.batch_.block_tables + std::size_t{static_cast<std::uint32_t>(piece.sequence)} *
+                                                   plan.batch_.stride};
+    // Only the last span sees the new token.
+    if (layer.k != nullptr && piece.span == piece.num_spans - 1)
+        kernel_.append(shape_, kv, piece.end - 1, layer.k + kv_row, layer.v + kv_row);
+    if (piece.head < 0) {
+        kernel_.attend(shape_, kv, piece.begin, piece.end, layer.q + q_rows, scratch, nullptr, layer.out + q_rows);
+        return;
+    }
+    float* partials = plan.partials_.get() + piece.first_partial * partial_floats(shape_);
+    kernel_.attend(shape_, kv, piece.begin, piece.end, layer.q + q_rows, scratch,
+                   partials + piece.span * partial_floats(shape_), nullptr);
+    std::atomic<std::int32_t>& left = plan.spans_left_[piece.head];
+    if (left.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+        kernel_.merge(shape_, partials, piece.num_spans, layer.out + q_rows);
+        left.store(piece.num_spans, std::memory_order_relaxed);  // for the next layer
+    }
+}
+
+}  // namespace neoflex

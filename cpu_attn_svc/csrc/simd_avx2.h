@@ -1,0 +1,73 @@
+// Vectors of 8: AVX2 with FMA and F16C.
+#pragma once
+
+#include <immintrin.h>
+
+#include "half.h"
+
+namespace neoflex {
+namespace {
+
+struct Avx2 {
+    using Vec = __m256;
+    static constexpr int width = 8;
+
+    static Vec zero() { return _mm256_setzero_ps(); }
+    static Vec set(float x) { return _mm256_set1_ps(x); }
+    static Vec load(const float* from) { return _mm256_loadu_ps(from); }
+    static Vec load(const Half* from) { return _mm256_cvtph_ps(load_16_bit(from)); }
+    static Vec load(const BFloat* from) {
+        return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_16_bit(from)), 16));
+    }
+    static void store(float* to, Vec x) { _mm256_storeu_ps(to, x); }
+    static void store(Half* to, Vec x) { store_16_bit(to, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT)); }
+    static void store(BFloat* to, Vec x) {
+        const __m256i bits = _mm256_castps_si256(x);
+        const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+        const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+        const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+        const __m256 is_nan = _mm256_cmp_ps(x, x, _CMP_UNORD_Q);
+        const __m256i chosen = _mm256_blendv_epi8(rounded, quiet, _mm256_castps_si256(is_nan));
+        const __m256i high = _mm256_srli_epi32(chosen, 16);
+        const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(high, high), 0x08);
+        store_16_bit(to, _mm256_castsi256_si128(packed));
+    }
+    static Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
+    static Vec sub(Vec a, Vec b) { return _mm256_sub_ps(a, b); }
+    static Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
+    static Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+    static Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
+    static Vec round(Vec x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+    static Vec times_power_of_two(Vec x, Vec n) {
+        const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+        return _mm256_mul_ps(x, _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23)));
+    }
+    static Vec keep_first(Vec x, int count, float rest) {
+        const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+        const __m256 keep = _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(count), lane));
+        return _mm256_blendv_ps(_mm256_set1_ps(rest), x, keep);
+    }
+    static float reduce_max(Vec x) {
+        __m128 half = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+        half = _mm_max_ps(half, _mm_movehl_ps(half, half));
+        return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
+    }
+    static float reduce_add(Vec x) {
+        __m128 half = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+        half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+        return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+    }
+    // Lane i of the result is the sum of rows[i].
+    static Vec sum_rows(const Vec* rows) {
+        const Vec first = _mm256_hadd_ps(_mm256_hadd_ps(rows[0], rows[1]), _mm256_hadd_ps(rows[2], rows[3]));
+        const Vec last = _mm256_hadd_ps(_mm256_hadd_ps(rows[4], rows[5]), _mm256_hadd_ps(rows[6], rows[7]));
+        return _mm256_add_ps(_mm256_permute2f128_ps(first, last, 0x20), _mm256_permute2f128_ps(first, last, 0x31));
+    }
+
+  private:
+    static __m128i load_16_bit(const void* from) { return _mm_loadu_si128(static_cast<const __m128i*>(from)); }
+    static void store_16_bit(void* to, __m128i x) { _mm_storeu_si128(static_cast<__m128i*>(to), x); }
+};
+
+}  // namespace
+}  // namespace neoflex

@@ -1,0 +1,39 @@
+// Vectors of one element: the plain reading of the kernel, and its fallback.
+#pragma once
+
+#include "half.h"
+
+namespace neoflex {
+namespace {
+
+struct Scalar {
+    using Vec = float;
+    static constexpr int width = 1;
+
+    static Vec zero() { return 0.0f; }
+    static Vec set(float x) { return x; }
+    template <typename T>
+    static Vec load(const T* from) {
+        return to_float(*from);
+    }
+    template <typename T>
+    static void store(T* to, Vec x) {
+        store_one(to, x);
+    }
+    static Vec add(Vec a, Vec b) { return a + b; }
+    static Vec sub(Vec a, Vec b) { return a - b; }
+    static Vec mul(Vec a, Vec b) { return a * b; }
+    static Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
+    static Vec max(Vec a, Vec b) { return a > b ? a : b; }
+    static Vec round(Vec x) { return __builtin_rintf(x); }
+    static Vec times_power_of_two(Vec x, Vec n) {
+        return x * from_bits(static_cast<std::uint32_t>(static_cast<std::int32_t>(n) + 127) << 23);
+    }
+    static Vec keep_first(Vec x, int, float) { return x; }
+    static float reduce_max(Vec x) { return x; }
+    static float reduce_add(Vec x) { return x; }
+    static Vec sum_rows(const Vec* rows) { return rows[0]; }
+};
+
+}  // namespace
+}  // namespace neoflex

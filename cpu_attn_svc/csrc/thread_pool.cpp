@@ -1,0 +1,68 @@
+#include "thread_pool.h"
+
+namespace neoflex {
+
+ThreadPool::ThreadPool(int num_threads) : wanted_(num_threads) {}
+
+ThreadPool::~ThreadPool() { end_helpers(0); }
+
+int ThreadPool::resize() {
+    const int wanted = num_threads();
+    const std::size_t num_helpers = static_cast<std::size_t>(wanted - 1);
+    end_helpers(num_helpers);
+    while (helpers_.size() < num_helpers) {
+        auto& helper = *helpers_.emplace_back(std::make_unique<Helper>());
+        const int thread = static_cast<int>(helpers_.size());
+        helper.thread = std::thread([this, &helper, thread, seen = job_] { help(helper, thread, seen); });
+    }
+    return wanted;
+}
+
+void ThreadPool::end_helpers(std::size_t num_kept) {
+    for (std::size_t i = num_kept; i < helpers_.size(); ++i) helpers_[i]->stop.store(true);
+    start_.nudge();
+    while (helpers_.size() > num_kept) {
+        helpers_.back()->thread.join();
+        helpers_.pop_back();
+    }
+}
+
+void ThreadPool::run_with_helpers(std::uint32_t num_tasks) {
+    ++job_;
+    num_done_.store(0, std::memory_order_relaxed);
+    // Shut before the number changes: a late helper that reads the new number can't take the old job's next task.
+    ticket_.store(shut, std::memory_order_relaxed);
+    num_tasks_.store(num_tasks, std::memory_order_release);
+    ticket_.store(static_cast<std::uint64_t>(job_) << 32, std::memory_order_release);
+    start_.ring(job_);
+    take_tasks(0);
+    // Helpers that still compute ring; those that never woke up have nothing left to take.
+    wait_for(all_done_, job_, caller_spin_, Clock::time_point::max(), [](bool) { return false; });
+}
+
+void ThreadPool::take_tasks(int thread) {
+    std::uint64_t ticket = ticket_.load(std::memory_order_acquire);
+    for (;;) {
+        const auto task = static_cast<std::uint32_t>(ticket);
+        const std::uint32_t num_tasks = num_tasks_.load(std::memory_order_acquire);
+        if (task >= num_tasks) return;
+        // Fails where another took this task, or where the job is another by now.
+        if (!ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel, std::memory_order_acquire))
+            continue;
+        call_(context_, task, thread);
+        const auto job = static_cast<std::uint32_t>(ticket >> 32);
+        if (num_done_.fetch_add(1, std::memory_order_acq_rel) + 1 == num_tasks) all_done_.ring(job);
+        ticket = ticket_.load(std::memory_order_acquire);
+    }
+}
+
+void ThreadPool::help(const Helper& self, int thread, std::uint32_t seen) {
+    SpinBudget spin;
+    auto stopped = [&](bool) { return self.stop.load(); };
+    while (wait_for(start_, seen + 1, spin, Clock::time_point::max(), stopped) == WaitResult::reached) {
+        seen = start_.number.load(std::memory_order_acquire);
+        take_tasks(thread);
+    }
+}
+
+}  // namespace neoflex

@@ -1,0 +1,113 @@
+#include "worker.h"
+
+#include <string>
+
+namespace neoflex {
+
+namespace {
+
+std::uint64_t to_ns(Clock::duration time) {
+    return static_cast<std::uint64_t>(std::chrono::duration_cast<nanoseconds>(time).count());
+}
+
+HeadCounts heads_of(const Shape& shape) { return {shape.num_q_heads, shape.num_kv_heads}; }
+
+KernelShape kernel_shape_of(const Shape& shape) {
+    return make_kernel_shape(heads_of(shape), shape.head_dim, shape.block_tokens, shape.kv_dtype, shape.exchange_dtype,
+                             shape.softmax_scale);
+}
+
+void require(bool holds, const std::string& what) {
+    if (!holds) throw PlaneError(what);
+}
+
+}  // namespace
+
+void check_decodes(const DecodeBatch& batch, const Shape& shape, std::int32_t num_blocks) {
+    require(batch.num_sequences >= 1 && batch.num_sequences <= shape.max_sequences,
+            std::to_string(batch.num_sequences) + " sequences in a sub-batch, allowed are 1 to " +
+                std::to_string(shape.max_sequences));
+    for (std::int32_t s = 0; s < batch.num_sequences; ++s) {
+        const std::int32_t context = batch.context_tokens[s];
+        const std::int32_t needed = context < 1 ? 0 : (context - 1) / shape.block_tokens + 1;
+        require(needed >= 1 && needed <= batch.stride,
+                "sequence " + std::to_string(s) + ": context of " + std::to_string(context) +
+                    " tokens beside a table of " + std::to_string(batch.stride) + " blocks");
+        const std::int32_t* blocks = batch.block_tables + static_cast<std::size_t>(s) * batch.stride;
+        for (std::int32_t b = 0; b < needed; ++b)
+            require(blocks[b] >= 0 && blocks[b] < num_blocks,
+                    "sequence " + std::to_string(s) + ": block " + std::to_string(blocks[b]) + " of " +
+                        std::to_string(num_blocks));
+    }
+}
+
+Worker::Worker(Region& region, const Kernel& kernel, ThreadPool& threads)
+    : region_(region),
+      attention_(kernel, heads_of(region.shape()), kernel_shape_of(region.shape()), threads),
+      threads_(threads),
+      heads_(heads_of(region.shape())),
+      kernel_shape_(kernel_shape_of(region.shape())) {}
+
+IterationTimes Worker::run(const std::vector<SubBatch>& sub_batches) {
+    check(sub_batches);
+    const int num_threads = threads_.resize();
+    attention_.prepare(num_threads);
+    std::vector<DecodePlan> plans;
+    plans.reserve(sub_batches.size());
+    for (const SubBatch& batch : sub_batches)
+        plans.emplace_back(batch.decodes, heads_, kernel_shape_, region_.shape().sliding_window, num_threads);
+
+    IterationTimes times{};
+    auto start = Clock::now();
+    const Layout& at = region_.layout();
+    for (int layer = 0; layer < region_.shape().num_layers; ++layer) {
+        for (std::size_t i = 0; i < sub_batches.size(); ++i) {
+            const SubBatch& batch = sub_batches[i];
+            wait_for_submit(batch, layer);
+            const auto submitted = Clock::now();
+            std::byte* slot = region_.slot(batch.slot);
+            attention_.run(plans[i], {region_.pool_layer(layer), slot + at.slot_q, slot + at.slot_k, slot + at.slot_v,
+                                      slot + at.slot_out});
+            region_.control().completed[batch.slot].ring(batch.first_submit + layer + 1);
+            const auto completed = Clock::now();
+            times.wait_ns += to_ns(submitted - start);
+            times.compute_ns += to_ns(completed - submitted);
+            start = completed;
+        }
+    }
+    return times;
+}
+
+void Worker::cancel() {
+    cancelled_.store(true);
+    for (auto& bell : region_.control().submitted) bell.nudge();
+}
+
+void Worker::check(const std::vector<SubBatch>& sub_batches) const {
+    bool used[num_slots] = {};
+    for (const SubBatch& batch : sub_batches) {
+        require(batch.slot >= 0 && batch.slot < num_slots, "slot " + std::to_string(batch.slot));
+        require(!used[batch.slot], "slot " + std::to_string(batch.slot) + " twice");
+        used[batch.slot] = true;
+        check_decodes(batch.decodes, region_.shape(), region_.num_blocks());
+    }
+}
+
+void Worker::wait_for_submit(const SubBatch& batch, int layer) {
+    const char* why = nullptr;
+    auto interrupted = [&](bool slept_a_slice) {
+        if (cancelled_.load(std::memory_order_relaxed)) {
+            why = "the region was given up";
+        } else if (region_.is_closed()) {
+            why = "the executor closed the region";
+        } else if (slept_a_slice && !region_.peer_alive()) {
+            why = "the executor is gone";
+        }
+        return why != nullptr;
+    };
+    const auto result = wait_for(region_.control().submitted[batch.slot], batch.first_submit + layer + 1,
+                                 spin_[batch.slot], Clock::time_point::max(), interrupted);
+    if (result != WaitResult::reached) throw Interrupted(why);
+}
+
+}  // namespace neoflex

@@ -1,0 +1,57 @@
+// Computes one iteration over a region: layer by layer, sub-batch by sub-batch, as the executor submits them.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <vector>
+
+#include "decode_attention.h"
+#include "kernels.h"
+#include "region.h"
+
+namespace neoflex {
+
+struct SubBatch {
+    int slot;
+    std::uint32_t first_submit;  // number on the slot's doorbell before this iteration's first submit
+    DecodeBatch decodes;
+};
+
+struct IterationTimes {
+    std::uint64_t compute_ns;
+    std::uint64_t wait_ns;  // for submits
+};
+
+// The iteration was given up: the executor is gone, the region was closed or the worker was cancelled.
+struct Interrupted : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+// Throws PlaneError where a number is out of range.
+void check_decodes(const DecodeBatch& batch, const Shape& shape, std::int32_t num_blocks);
+
+class Worker {
+  public:
+    // Region and threads must outlive the worker. Of workers that share threads one runs at a time.
+    Worker(Region& region, const Kernel& kernel, ThreadPool& threads);
+
+    // Throws PlaneError where a number is out of range, before any memory is touched, and Interrupted.
+    IterationTimes run(const std::vector<SubBatch>& sub_batches);
+
+    // Ends the running iteration, and each later one, at its next wait. From any thread.
+    void cancel();
+
+  private:
+    void check(const std::vector<SubBatch>& sub_batches) const;
+    void wait_for_submit(const SubBatch& batch, int layer);
+
+    Region& region_;
+    DecodeAttention attention_;
+    ThreadPool& threads_;
+    HeadCounts heads_;
+    KernelShape kernel_shape_;
+    SpinBudget spin_[num_slots];
+    std::atomic<bool> cancelled_{false};
+};
+
+}  // namespace neoflex

@@ -1,0 +1,14 @@
+// Element types of KV and of the exchange slots. Holds nothing that a compiler could emit as code: the kernels, each
+// compiled for another instruction set, include it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace neoflex {
+
+enum class DType : std::uint32_t { fp32 = 1, fp16 = 2, bf16 = 3 };
+
+constexpr std::size_t dtype_bytes(DType dtype) { return dtype == DType::fp32 ? 4 : 2; }
+
+}  // namespace neoflex
