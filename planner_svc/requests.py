@@ -1,0 +1,298 @@
+"""Checks what callers send and resolves every default, before it costs anything: messages in, values out.
+
+Limits are those that proto/neoflex/v1/inference.proto states. All violations of a request are reported at once.
+"""
+
+import math
+import secrets
+import uuid
+from dataclasses import dataclass
+
+from neoflex.v1 import inference_pb2 as pb
+from planner_svc.plan import Sampling
+from svc_common.errors import FieldViolation, ServiceError, invalid_argument, invalid_arguments
+
+MAX_REQUEST_ID_CHARACTERS = 128
+MAX_TEMPERATURE = 100.0
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 256
+MAX_STOP_TOKENS = 64
+MAX_LOGPROBS = 20
+DEFAULT_MAX_TOKENS = 1024
+MAX_DETOKENIZE_TOKENS = 2**20
+_MAX_TIME_LIMIT_S = 315_576_000_000  # What google.protobuf.Duration allows.
+_GREEDY_BELOW = 1e-4
+"""Temperatures under this divide logits to infinity in 16 bits, while the draw has long been certain."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    messages: tuple[tuple[str, str], ...]
+    """(role, content)"""
+
+
+Prompt = TextPrompt | TokenPrompt | ChatPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What this server can take."""
+
+    vocab_size: int
+    max_sequence_tokens: int
+    """Of prompt and answer together."""
+    max_text_bytes: int
+    """More cannot be a prompt of max_sequence_tokens, whatever the text."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationOptions:
+    """A checked request beside its prompt, every default but max_tokens resolved."""
+
+    request_id: str
+    sampling: Sampling
+    max_tokens: int | None
+    stops: tuple[str, ...]
+    stop_token_ids: frozenset[int]
+    ignore_eos: bool
+    time_limit_s: float | None
+
+
+class _Violations:
+    """Collects what is wrong with one request."""
+
+    def __init__(self) -> None:
+        self._found: list[FieldViolation] = []
+
+    def require(self, holds: bool, field: str, description: str) -> None:
+        if not holds:
+            self._found.append(FieldViolation(field, description))
+
+    def raise_any(self) -> None:
+        if self._found:
+            raise invalid_arguments(tuple(self._found))
+
+
+def parse_generation(message: pb.GenerateRequest, limits: Limits) -> tuple[Prompt, GenerationOptions]:
+    """The prompt, not yet tokenized, and the options. Raises ServiceError."""
+    bad = _Violations()
+    bad.require(
+        len(message.request_id) <= MAX_REQUEST_ID_CHARACTERS and message.request_id.isprintable(),
+        "request.request_id",
+        f"must be at most {MAX_REQUEST_ID_CHARACTERS} printable characters",
+    )
+    _check_sampling(message.sampling, bad)
+    _check_stopping(message.stopping, limits, bad)
+    logprobs = message.output.logprobs if message.output.HasField("logprobs") else -1
+    if message.output.HasField("logprobs"):
+        bad.require(
+            0 <= logprobs <= MAX_LOGPROBS, "request.output.logprobs", f"must be in [0, {MAX_LOGPROBS}], is {logprobs}"
+        )
+    prompt = _prompt(message, "request.", limits, bad)
+    bad.raise_any()
+    assert prompt is not None
+    stopping = message.stopping
+    return prompt, GenerationOptions(
+        request_id=message.request_id or uuid.uuid4().hex,
+        sampling=_resolve_sampling(message.sampling, logprobs),
+        max_tokens=stopping.max_tokens if stopping.HasField("max_tokens") else None,
+        stops=tuple(stopping.stop),
+        stop_token_ids=frozenset(stopping.stop_token_ids),
+        ignore_eos=stopping.ignore_eos,
+        time_limit_s=_seconds(stopping) if stopping.HasField("time_limit") else None,
+    )
+
+
+def parse_tokenize(message: pb.TokenizeRequest, limits: Limits) -> Prompt:
+    """What to tokenize. Raises ServiceError."""
+    bad = _Violations()
+    prompt = _prompt(message, "", limits, bad)
+    bad.raise_any()
+    assert prompt is not None
+    return prompt
+
+
+def parse_detokenize(message: pb.DetokenizeRequest, limits: Limits) -> tuple[int, ...]:
+    """Token ids. Raises ServiceError."""
+    bad = _Violations()
+    num_tokens = len(message.token_ids)
+    bad.require(
+        num_tokens <= MAX_DETOKENIZE_TOKENS,
+        "token_ids",
+        f"must be at most {MAX_DETOKENIZE_TOKENS} tokens, are {num_tokens}",
+    )
+    bad.raise_any()
+    token_ids = tuple(message.token_ids)
+    _check_token_ids(token_ids, "token_ids", limits, bad)
+    bad.raise_any()
+    return token_ids
+
+
+def parse_abort(message: pb.AbortRequest) -> tuple[str, ...]:
+    """Request ids. Raises ServiceError."""
+    if not message.request_ids:
+        raise invalid_argument("request_ids", "at least one is required")
+    return tuple(message.request_ids)
+
+
+def resolve_max_tokens(
+    prompt: Prompt, num_prompt_tokens: int, max_tokens: int | None, limits: Limits, room_tokens: int
+) -> int:
+    """Most tokens to generate. Raises ServiceError where prompt and answer do not fit the context together.
+
+    `room_tokens` is what the KV cache can hold of one sequence: a default never asks for more.
+    """
+    field = prompt_field(prompt)
+    if num_prompt_tokens == 0:
+        raise invalid_argument(field, "must not be empty")
+    limit = limits.max_sequence_tokens
+    if num_prompt_tokens >= limit:
+        raise too_long(field, num_prompt_tokens, limit)
+    if max_tokens is None:
+        return max(1, min(DEFAULT_MAX_TOKENS, min(limit, room_tokens) - num_prompt_tokens))
+    if num_prompt_tokens + max_tokens > limit:
+        raise invalid_argument(
+            "request.stopping.max_tokens",
+            f"must be at most {limit - num_prompt_tokens}, is {max_tokens}: "
+            f"the prompt has {num_prompt_tokens} tokens and prompt and answer together at most {limit}",
+            "CONTEXT_EXCEEDED",
+        )
+    return max_tokens
+
+
+def prompt_field(prompt: Prompt) -> str:
+    """Name of the field that a generation's prompt came in."""
+    match prompt:
+        case TextPrompt():
+            return "request.text"
+        case TokenPrompt():
+            return "request.token_ids.ids"
+        case ChatPrompt():
+            return "request.chat.messages"
+
+
+def too_long(field: str, num_tokens: int, limit: int) -> ServiceError:
+    """A prompt that leaves no room for a token."""
+    return invalid_argument(
+        field, f"must be at most {limit - 1} tokens, is {num_tokens}: the context holds {limit}", "CONTEXT_EXCEEDED"
+    )
+
+
+def _check_sampling(options: pb.SamplingOptions, bad: _Violations) -> None:
+    """Comparisons with NaN are false, so NaN is refused by each of these."""
+    if options.HasField("temperature"):
+        value = options.temperature
+        bad.require(
+            0 <= value <= MAX_TEMPERATURE,
+            "request.sampling.temperature",
+            f"must be in [0, {MAX_TEMPERATURE:g}], is {value:g}",
+        )
+    bad.require(options.top_k >= 0, "request.sampling.top_k", f"must be at least 0, is {options.top_k}")
+    if options.HasField("top_p"):
+        bad.require(0 < options.top_p <= 1, "request.sampling.top_p", f"must be in (0, 1], is {options.top_p:g}")
+    bad.require(0 <= options.min_p <= 1, "request.sampling.min_p", f"must be in [0, 1], is {options.min_p:g}")
+
+
+def _resolve_sampling(options: pb.SamplingOptions, num_logprobs: int) -> Sampling:
+    temperature = options.temperature if options.HasField("temperature") else 1.0
+    return Sampling(
+        temperature=temperature if temperature >= _GREEDY_BELOW else 0.0,
+        top_k=options.top_k,
+        top_p=options.top_p if options.HasField("top_p") else 1.0,
+        min_p=options.min_p,
+        seed=options.seed if options.HasField("seed") else secrets.randbits(64),
+        num_logprobs=num_logprobs,
+    )
+
+
+def _check_stopping(options: pb.StoppingOptions, limits: Limits, bad: _Violations) -> None:
+    if options.HasField("max_tokens"):
+        bad.require(
+            options.max_tokens >= 1, "request.stopping.max_tokens", f"must be at least 1, is {options.max_tokens}"
+        )
+    bad.require(
+        len(options.stop) <= MAX_STOPS,
+        "request.stopping.stop",
+        f"must be at most {MAX_STOPS} texts, are {len(options.stop)}",
+    )
+    for index, stop in enumerate(options.stop[: MAX_STOPS + 1]):
+        bad.require(
+            1 <= len(stop) <= MAX_STOP_CHARACTERS,
+            f"request.stopping.stop[{index}]",
+            f"must be of 1 to {MAX_STOP_CHARACTERS} characters, is of {len(stop)}",
+        )
+    num_tokens = len(options.stop_token_ids)
+    bad.require(
+        num_tokens <= MAX_STOP_TOKENS,
+        "request.stopping.stop_token_ids",
+        f"must be at most {MAX_STOP_TOKENS} tokens, are {num_tokens}",
+    )
+    _check_token_ids(
+        tuple(options.stop_token_ids[: MAX_STOP_TOKENS + 1]), "request.stopping.stop_token_ids", limits, bad
+    )
+    if options.HasField("time_limit"):
+        seconds = _seconds(options)
+        bad.require(
+            0 < seconds <= _MAX_TIME_LIMIT_S, "request.stopping.time_limit", f"must be greater than 0, is {seconds:g} s"
+        )
+
+
+def _seconds(options: pb.StoppingOptions) -> float:
+    return math.fsum((options.time_limit.seconds, options.time_limit.nanos * 1e-9))
+
+
+def _prompt(
+    message: pb.GenerateRequest | pb.TokenizeRequest, prefix: str, limits: Limits, bad: _Violations
+) -> Prompt | None:
+    """The prompt where it is sound."""
+    if isinstance(message, pb.GenerateRequest):
+        kind, choice, choices = message.WhichOneof("prompt"), "prompt", "text, token_ids or chat"
+    else:
+        kind, choice, choices = message.WhichOneof("input"), "input", "text or chat"
+    if kind == "text":
+        bad.require(message.text != "", f"{prefix}text", "must not be empty")
+        _check_text_bytes(len(message.text.encode()), f"{prefix}text", limits, bad)
+        return TextPrompt(message.text)
+    if kind == "chat":
+        messages = tuple((turn.role, turn.content) for turn in message.chat.messages)
+        bad.require(bool(messages), f"{prefix}chat.messages", "at least one is required")
+        num_bytes = sum(len(role.encode()) + len(content.encode()) for role, content in messages)
+        _check_text_bytes(num_bytes, f"{prefix}chat.messages", limits, bad)
+        return ChatPrompt(messages)
+    if kind == "token_ids" and isinstance(message, pb.GenerateRequest):
+        field = f"{prefix}token_ids.ids"
+        num_tokens = len(message.token_ids.ids)
+        if num_tokens >= limits.max_sequence_tokens:
+            raise too_long(field, num_tokens, limits.max_sequence_tokens)
+        token_ids = tuple(message.token_ids.ids)
+        bad.require(bool(token_ids), field, "must not be empty")
+        _check_token_ids(token_ids, field, limits, bad)
+        return TokenPrompt(token_ids)
+    bad.require(False, f"{prefix}{choice}", f"exactly one of {choices} is required")
+    return None
+
+
+def _check_text_bytes(num_bytes: int, field: str, limits: Limits, bad: _Violations) -> None:
+    bad.require(
+        num_bytes <= limits.max_text_bytes,
+        field,
+        f"must be at most {limits.max_text_bytes} bytes, is {num_bytes}: "
+        f"more cannot fit a context of {limits.max_sequence_tokens} tokens",
+    )
+
+
+def _check_token_ids(token_ids: tuple[int, ...], field: str, limits: Limits, bad: _Violations) -> None:
+    """Names the first id out of range."""
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < limits.vocab_size):
+        index = next(i for i, token_id in enumerate(token_ids) if not 0 <= token_id < limits.vocab_size)
+        bad.require(False, f"{field}[{index}]", f"must be in [0, {limits.vocab_size}), is {token_ids[index]}")

@@ -1,0 +1,239 @@
+"""Each field's limits, the defaults, and that all that is wrong is said at once."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+from google.protobuf.duration_pb2 import Duration
+
+from neoflex.v1 import inference_pb2 as pb
+from planner_svc import requests
+from planner_svc.plan import Sampling
+from planner_svc.requests import ChatPrompt, Limits, TextPrompt, TokenPrompt
+from svc_common.errors import ServiceError
+
+LIMITS = Limits(vocab_size=100, max_sequence_tokens=50, max_text_bytes=400)
+
+
+def sound() -> pb.GenerateRequest:
+    return pb.GenerateRequest(text="hello")
+
+
+def violations(message: pb.GenerateRequest) -> list[tuple[str, str]]:
+    with pytest.raises(ServiceError) as caught:
+        requests.parse_generation(message, LIMITS)
+    assert caught.value.code.name == "INVALID_ARGUMENT"
+    return [(violation.field, violation.description) for violation in caught.value.violations]
+
+
+def sampling(name: str, value: float) -> Callable[[pb.GenerateRequest], None]:
+    return lambda message: setattr(message.sampling, name, value)
+
+
+def stopping(name: str, value: int) -> Callable[[pb.GenerateRequest], None]:
+    return lambda message: setattr(message.stopping, name, value)
+
+
+def stops(*texts: str) -> Callable[[pb.GenerateRequest], None]:
+    return lambda message: message.stopping.stop.extend(texts)
+
+
+def stop_tokens(*token_ids: int) -> Callable[[pb.GenerateRequest], None]:
+    return lambda message: message.stopping.stop_token_ids.extend(token_ids)
+
+
+def time_limit(seconds: int, nanos: int = 0) -> Callable[[pb.GenerateRequest], None]:
+    return lambda message: message.stopping.time_limit.CopyFrom(Duration(seconds=seconds, nanos=nanos))
+
+
+def tokens(*token_ids: int) -> Callable[[pb.GenerateRequest], None]:
+    return lambda message: message.token_ids.CopyFrom(pb.TokenIds(ids=token_ids))
+
+
+def request_id(text: str) -> Callable[[pb.GenerateRequest], None]:
+    return lambda message: setattr(message, "request_id", text)
+
+
+def logprobs(value: int) -> Callable[[pb.GenerateRequest], None]:
+    return lambda message: setattr(message.output, "logprobs", value)
+
+
+BAD = {
+    "temperature below": (
+        sampling("temperature", -0.5),
+        "request.sampling.temperature",
+        "must be in [0, 100], is -0.5",
+    ),
+    "temperature above": (sampling("temperature", 101), "request.sampling.temperature", "must be in [0, 100], is 101"),
+    "temperature nan": (
+        sampling("temperature", math.nan),
+        "request.sampling.temperature",
+        "must be in [0, 100], is nan",
+    ),
+    "temperature inf": (
+        sampling("temperature", math.inf),
+        "request.sampling.temperature",
+        "must be in [0, 100], is inf",
+    ),
+    "top_k": (sampling("top_k", -1), "request.sampling.top_k", "must be at least 0, is -1"),
+    "top_p zero": (sampling("top_p", 0), "request.sampling.top_p", "must be in (0, 1], is 0"),
+    "top_p above": (sampling("top_p", 1.5), "request.sampling.top_p", "must be in (0, 1], is 1.5"),
+    "top_p nan": (sampling("top_p", math.nan), "request.sampling.top_p", "must be in (0, 1], is nan"),
+    "min_p": (sampling("min_p", 1.25), "request.sampling.min_p", "must be in [0, 1], is 1.25"),
+    "min_p nan": (sampling("min_p", math.nan), "request.sampling.min_p", "must be in [0, 1], is nan"),
+    "max_tokens": (stopping("max_tokens", 0), "request.stopping.max_tokens", "must be at least 1, is 0"),
+    "stops": (stops(*"abcdefghijklmnopq"), "request.stopping.stop", "must be at most 16 texts, are 17"),
+    "stop empty": (stops("a", ""), "request.stopping.stop[1]", "must be of 1 to 256 characters, is of 0"),
+    "stop long": (stops("é" * 257), "request.stopping.stop[0]", "must be of 1 to 256 characters, is of 257"),
+    "stop tokens": (stop_tokens(*[1] * 65), "request.stopping.stop_token_ids", "must be at most 64 tokens, are 65"),
+    "stop token": (stop_tokens(1, 100), "request.stopping.stop_token_ids[1]", "must be in [0, 100), is 100"),
+    "time_limit zero": (time_limit(0), "request.stopping.time_limit", "must be greater than 0, is 0 s"),
+    "time_limit negative": (
+        time_limit(-1, -500_000_000),
+        "request.stopping.time_limit",
+        "must be greater than 0, is -1.5 s",
+    ),
+    "logprobs": (logprobs(21), "request.output.logprobs", "must be in [0, 20], is 21"),
+    "logprobs negative": (logprobs(-1), "request.output.logprobs", "must be in [0, 20], is -1"),
+    "id long": (request_id("x" * 129), "request.request_id", "must be at most 128 printable characters"),
+    "id control": (request_id("a\nb"), "request.request_id", "must be at most 128 printable characters"),
+    "tokens none": (tokens(), "request.token_ids.ids", "must not be empty"),
+    "token negative": (tokens(1, -1), "request.token_ids.ids[1]", "must be in [0, 100), is -1"),
+    "token beyond": (tokens(100), "request.token_ids.ids[0]", "must be in [0, 100), is 100"),
+    "tokens many": (
+        tokens(*[1] * 50),
+        "request.token_ids.ids",
+        "must be at most 49 tokens, is 50: the context holds 50",
+    ),
+    "text empty": (lambda m: setattr(m, "text", ""), "request.text", "must not be empty"),
+    "text long": (
+        lambda m: setattr(m, "text", "é" * 201),
+        "request.text",
+        "must be at most 400 bytes, is 402: more cannot fit a context of 50 tokens",
+    ),
+    "chat none": (lambda m: m.chat.SetInParent(), "request.chat.messages", "at least one is required"),
+    "no prompt": (
+        lambda m: m.ClearField("text"),
+        "request.prompt",
+        "exactly one of text, token_ids or chat is required",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_limit_is_kept_and_named(name: str) -> None:
+    spoil, field, description = BAD[name]
+    message = sound()
+    spoil(message)
+    assert violations(message) == [(field, description)]
+
+
+def test_all_that_is_wrong_is_said_at_once() -> None:
+    message = pb.GenerateRequest()
+    message.sampling.top_p = 2
+    message.stopping.max_tokens = -3
+    assert [field for field, _ in violations(message)] == [
+        "request.sampling.top_p",
+        "request.stopping.max_tokens",
+        "request.prompt",
+    ]
+
+
+def test_defaults() -> None:
+    prompt, options = requests.parse_generation(sound(), LIMITS)
+    assert prompt == TextPrompt("hello")
+    seed = options.sampling.seed
+    assert options.sampling == Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=seed, num_logprobs=-1)
+    assert (options.max_tokens, options.stops, options.ignore_eos, options.time_limit_s) == (None, (), False, None)
+    _, other = requests.parse_generation(sound(), LIMITS)
+    assert other.sampling.seed != seed
+    assert len(options.request_id) == 32
+    assert other.request_id != options.request_id
+
+
+def test_a_present_zero_is_no_default() -> None:
+    message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[0, 99]), request_id="mine")
+    message.sampling.temperature = 0
+    message.sampling.seed = 0
+    message.output.logprobs = 0
+    message.stopping.time_limit.nanos = 250_000_000
+    prompt, options = requests.parse_generation(message, LIMITS)
+    assert prompt == TokenPrompt((0, 99))
+    assert options.sampling == Sampling(temperature=0.0, seed=0, num_logprobs=0)
+    assert (options.request_id, options.time_limit_s) == ("mine", 0.25)
+
+
+def test_the_edges_are_inside() -> None:
+    message = sound()
+    message.request_id = "é" * 128
+    message.sampling.temperature = 100
+    message.sampling.top_p = 1
+    message.sampling.min_p = 1
+    message.sampling.seed = 2**64 - 1
+    message.output.logprobs = 20
+    message.stopping.stop.extend(["x" * 256] * 16)
+    message.stopping.stop_token_ids.extend([99] * 64)
+    _, options = requests.parse_generation(message, LIMITS)
+    assert (options.sampling.seed, options.sampling.num_logprobs) == (2**64 - 1, 20)
+    assert options.stop_token_ids == {99}
+
+
+def test_a_vanishing_temperature_is_greedy() -> None:
+    message = sound()
+    message.sampling.temperature = 1e-30
+    assert requests.parse_generation(message, LIMITS)[1].sampling.temperature == 0.0
+
+
+def test_chat() -> None:
+    message = pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="anyone", content="")]))
+    assert requests.parse_generation(message, LIMITS)[0] == ChatPrompt((("anyone", ""),))
+
+
+@pytest.mark.parametrize(
+    ("num_prompt_tokens", "max_tokens", "room_tokens", "expected"),
+    [
+        (10, None, 1000, 40),  # what the context has room for
+        (10, None, 30, 20),  # what the KV cache has room for
+        (10, None, 5, 1),  # refused later, by the cache's name
+        (10, 40, 5, 40),
+        (49, None, 1000, 1),
+    ],
+)
+def test_max_tokens(num_prompt_tokens: int, max_tokens: int | None, room_tokens: int, expected: int) -> None:
+    got = requests.resolve_max_tokens(TextPrompt("x"), num_prompt_tokens, max_tokens, LIMITS, room_tokens)
+    assert got == expected
+
+
+def test_default_max_tokens_is_bounded() -> None:
+    limits = Limits(vocab_size=100, max_sequence_tokens=100_000, max_text_bytes=1)
+    assert requests.resolve_max_tokens(TextPrompt("x"), 10, None, limits, 100_000) == 1024
+
+
+@pytest.mark.parametrize(
+    ("num_prompt_tokens", "max_tokens", "field", "text"),
+    [
+        (10, 41, "request.stopping.max_tokens", "must be at most 40, is 41"),
+        (50, None, "request.text", "must be at most 49 tokens, is 50"),
+        (0, None, "request.text", "must not be empty"),
+    ],
+)
+def test_prompt_and_answer_fit_the_context(
+    num_prompt_tokens: int, max_tokens: int | None, field: str, text: str
+) -> None:
+    with pytest.raises(ServiceError) as caught:
+        requests.resolve_max_tokens(TextPrompt("x"), num_prompt_tokens, max_tokens, LIMITS, 1000)
+    [violation] = caught.value.violations
+    assert violation.field == field
+    assert violation.description.startswith(text)
+
+
+def test_tokenize_and_detokenize_name_their_own_fields() -> None:
+    with pytest.raises(ServiceError, match=r"^input: exactly one of text or chat is required$"):
+        requests.parse_tokenize(pb.TokenizeRequest(), LIMITS)
+    with pytest.raises(ServiceError, match=r"^text: must not be empty$"):
+        requests.parse_tokenize(pb.TokenizeRequest(text=""), LIMITS)
+    with pytest.raises(ServiceError, match=r"^token_ids\[1\]: must be in \[0, 100\), is 100$"):
+        requests.parse_detokenize(pb.DetokenizeRequest(token_ids=[0, 100]), LIMITS)
+    assert requests.parse_detokenize(pb.DetokenizeRequest(token_ids=[7]), LIMITS) == (7,)
+    with pytest.raises(ServiceError, match=r"^request_ids: at least one is required$"):
+        requests.parse_abort(pb.AbortRequest())
