@@ -1,0 +1,127 @@
+"""Every architecture against transformers in fp32: logits of whole prompts, and greedy tokens through the executor."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.gpu import VARIANTS, Driver, load_decoder, save_checkpoint
+from support.reference import Reference, Verdict, load_transformers
+
+from gpu_svc.model.checkpoint import CheckpointError, open_checkpoint
+from gpu_svc.model.decoder import Decoder
+from gpu_svc.model.load import load_weights
+from gpu_svc.plan import SubBatch
+from svc_common.model.read_spec import read_spec
+from svc_common.model.store import ModelFiles
+
+CPU = torch.device("cpu")
+PROMPT = [(i * 37 + 11) % 257 for i in range(75)]
+
+
+@torch.inference_mode()
+def dense_logits(decoder: Decoder, tokens: list[int]) -> torch.Tensor:
+    """[n, vocab_size]: the decoder with the plainest attention there is, written out in float64."""
+    spec = decoder.spec
+    positions = torch.arange(len(tokens))
+    hidden, rotary = decoder.embed(torch.tensor(tokens)), decoder.rotary(positions)
+    distance = positions[:, None] - positions
+    hidden_keys = (distance < 0) | (distance >= (spec.sliding_window or len(tokens)))
+    for layer in range(spec.num_layers):
+        q, kv = decoder.pre_attention(layer, hidden, rotary)
+        k, v = (part.double().repeat_interleave(spec.num_q_heads // spec.num_kv_heads, 1) for part in kv.unbind(1))
+        scores = torch.einsum("qhd,khd->hqk", q.double(), k) / spec.head_dim**0.5
+        weights = scores.masked_fill(hidden_keys, float("-inf")).softmax(-1)
+        attended = torch.einsum("hqk,khd->qhd", weights, v).to(decoder.dtype)
+        hidden = decoder.post_attention(layer, attended, hidden)
+    return decoder.logits(hidden)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_equal_transformers(variant: str, checkpoint: Callable[[str], ModelFiles]) -> None:
+    files = checkpoint(variant)
+    with torch.inference_mode():
+        expected = load_transformers(files)(torch.tensor([PROMPT])).logits[0]
+    torch.testing.assert_close(dense_logits(load_decoder(files), PROMPT), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_greedy_tokens_equal_transformers(
+    variant: str,
+    checkpoint: Callable[[str], ModelFiles],
+    reference: Callable[[str], Reference],
+    make_driver: Callable[..., Driver],
+) -> None:
+    """Odd chunk sizes, contexts of several lengths in one batch."""
+    driver = make_driver(load_decoder(checkpoint(variant)))
+    prompts = {1: PROMPT, 2: PROMPT[5:22], 3: PROMPT[:1], 4: PROMPT[::-1]}
+    for sequence_id, prompt in prompts.items():
+        driver.prefill(sequence_id, prompt, chunk_tokens=4 + 3 * sequence_id)
+    for _ in range(20):
+        driver.run(SubBatch(gpu_decodes=tuple(prompts)))
+    verdict = Verdict()
+    for sequence_id, prompt in prompts.items():
+        assert len(driver.tokens[sequence_id]) == 21
+        reference(variant).judge(prompt, driver.tokens[sequence_id], verdict, f"{variant} {sequence_id}")
+    assert not verdict.mismatches, str(verdict)
+
+
+def test_greedy_tokens_of_the_default_model(default_model: ModelFiles, make_driver: Callable[..., Driver]) -> None:
+    driver = make_driver(load_decoder(default_model), num_gpu_blocks=40, block_tokens=16)
+    prompts = {1: [504, 3575, 282, 4649, 314], 2: list(range(1000, 1150))}
+    for sequence_id, prompt in prompts.items():
+        driver.prefill(sequence_id, prompt, chunk_tokens=64)
+    for _ in range(15):
+        driver.run(SubBatch(gpu_decodes=(2, 1)))
+    verdict, reference = Verdict(), Reference(default_model)
+    for sequence_id, prompt in prompts.items():
+        reference.judge(prompt, driver.tokens[sequence_id], verdict, str(sequence_id))
+    assert verdict.steps == 32
+    assert not verdict.mismatches, str(verdict)
+
+
+def test_sixteen_bit_logits_stay_near_fp32(checkpoint: Callable[[str], ModelFiles]) -> None:
+    expected = dense_logits(load_decoder(checkpoint("llama")), PROMPT)
+    for dtype, tolerance in ((torch.float16, 0.02), (torch.bfloat16, 0.15)):
+        actual = dense_logits(load_decoder(checkpoint("llama"), dtype), PROMPT)
+        assert float((actual - expected).abs().mean() / expected.std()) < tolerance
+
+
+def test_sharded_checkpoint_loads_the_same_weights(checkpoint: Callable[[str], ModelFiles], tmp_path: Path) -> None:
+    sharded = save_checkpoint("llama", tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    one, many = load_decoder(checkpoint("llama")).weights, load_decoder(sharded).weights
+    assert torch.equal(one.head, many.head)
+    for ours, theirs in zip(one.layers, many.layers, strict=True):
+        assert torch.equal(ours.qkv, theirs.qkv)
+        assert torch.equal(ours.down, theirs.down)
+
+
+def test_tied_head_is_one_tensor(checkpoint: Callable[[str], ModelFiles]) -> None:
+    tied, untied = (load_decoder(checkpoint(name)).weights for name in ("llama-tied", "llama"))
+    assert tied.head is tied.embedding
+    assert untied.head is not untied.embedding
+    assert untied.num_bytes - tied.num_bytes == untied.head.nbytes
+
+
+def test_bad_checkpoints_are_refused_by_tensor(checkpoint: Callable[[str], ModelFiles], tmp_path: Path) -> None:
+    good = checkpoint("llama")
+    spec = read_spec(good)
+    tensors = load_file(good.directory / "model.safetensors")
+    name = "model.layers.1.self_attn.k_proj.weight"
+
+    def load() -> None:
+        load_weights(open_checkpoint(ModelFiles("bad", tmp_path), spec), spec, torch.float32, CPU)
+
+    with pytest.raises(CheckpointError, match=r"holds no \*.safetensors"):
+        load()
+    save_file({key: value for key, value in tensors.items() if key != name}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"lacks {name}"):
+        load()
+    save_file(tensors | {name: tensors[name][:-1].clone()}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"{name} has shape \[15, 48\], the model wants \[16, 48\]"):
+        load()
+    (tmp_path / "model.safetensors").write_bytes(b"no such thing")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load()

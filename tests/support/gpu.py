@@ -1,0 +1,150 @@
+"""Tiny checkpoints of every architecture, and a driver that turns prompts into plans for an executor, for gpu_svc."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from gpu_svc.executor import Executor
+from gpu_svc.host_tier import HostTier
+from gpu_svc.model.checkpoint import open_checkpoint
+from gpu_svc.model.decoder import Decoder
+from gpu_svc.model.load import load_weights
+from gpu_svc.plan import (
+    IterationPlan,
+    IterationResult,
+    Limits,
+    Mode,
+    NewSequence,
+    PrefillChunk,
+    Sampling,
+    SubBatch,
+    Tier,
+)
+from svc_common.model.read_spec import read_spec
+from svc_common.model.store import ModelFiles
+
+CPU = torch.device("cpu")
+BLOCK_TOKENS = 4
+LIMITS = Limits(max_sequences=16, max_batch_tokens=256, max_sequence_tokens=512)
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": 257,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,
+}
+_ROPE = {"rope_theta": 10_000.0}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"head_dim": 8}),
+    "llama-tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-linear": ("Llama", {"rope_parameters": _ROPE | {"rope_type": "linear", "factor": 4.0}}),
+    "llama-llama3": (
+        "Llama",
+        {
+            "rope_parameters": _ROPE
+            | {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+    "llama-yarn": (
+        "Llama",
+        {
+            "head_dim": 32,
+            "rope_parameters": _ROPE | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+        },
+    ),
+    "llama-dynamic": ("Llama", {"rope_parameters": _ROPE | {"rope_type": "dynamic", "factor": 2.0}}),
+    "mistral-window": ("Mistral", {"sliding_window": 7}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+}
+
+
+def save_checkpoint(variant: str, directory: Path, **save_options: Any) -> ModelFiles:
+    """A random-weight model as transformers writes it."""
+    import transformers
+
+    family, options = VARIANTS[variant]
+    config = getattr(transformers, f"{family}Config")(**(_COMMON | options))
+    torch.manual_seed(len(variant))
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias") or "norm" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)  # Not the neutral 0 and 1 they start with.
+    model.save_pretrained(directory, **save_options)
+    return ModelFiles(variant, directory)
+
+
+def load_decoder(files: ModelFiles, dtype: torch.dtype = torch.float32) -> Decoder:
+    spec = read_spec(files)
+    return Decoder(spec, load_weights(open_checkpoint(files, spec), spec, dtype, CPU))
+
+
+@dataclass
+class Driver:
+    """Plays the planner: keeps blocks per tier, sends plans, collects tokens by sequence."""
+
+    executor: Executor
+    host: HostTier | None = None
+    limits: Limits = LIMITS
+    iteration: int = 0
+    epoch: int = 1
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    results: list[IterationResult] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.executor.open_epoch(self.epoch, self.limits, self.host)
+        self.free = {
+            Tier.GPU: list(range(self.executor.num_gpu_blocks)),
+            Tier.HOST: list(range(self.host.num_blocks if self.host else 0)),
+        }
+
+    def blocks(self, tier: Tier, num_tokens: int) -> np.ndarray:
+        """Blocks for that many tokens, in an order that is not the natural one."""
+        num = -(-num_tokens // self.executor.kv_shape.block_tokens)
+        return np.array([self.free[tier].pop(-1 - i % 2 if len(self.free[tier]) > 1 else 0) for i in range(num)], "i4")
+
+    def run(self, *sub_batches: SubBatch, **changes: Any) -> IterationResult:
+        """One iteration that must succeed."""
+        result = self.try_run(*sub_batches, **changes)
+        assert result.error is None, result.error_message
+        for sequence_id, token in result.tokens:
+            self.tokens.setdefault(sequence_id, []).append(token)
+        self.results.append(result)
+        return result
+
+    def try_run(self, *sub_batches: SubBatch, **changes: Any) -> IterationResult:
+        self.iteration += 1
+        mode = Mode.ASYMMETRIC if any(batch.cpu_decodes for batch in sub_batches) else Mode.GPU_ONLY
+        plan = IterationPlan(self.epoch, self.iteration, mode, sub_batches=sub_batches, **changes)
+        return self.executor.run(plan)
+
+    def prefill(
+        self,
+        sequence_id: int,
+        prompt: list[int],
+        tier: Tier = Tier.GPU,
+        chunk_tokens: int = 1000,
+        sampling: Sampling = Sampling(),
+        room_tokens: int = 64,
+    ) -> None:
+        """Computes a whole prompt, chunk by chunk; yields its first token."""
+        new = NewSequence(
+            sequence_id, np.array(prompt, "i4"), tier, self.blocks(tier, len(prompt) + room_tokens), sampling
+        )
+        for start in range(0, len(prompt), chunk_tokens):
+            chunk = PrefillChunk(sequence_id, start, min(chunk_tokens, len(prompt) - start))
+            self.run(SubBatch(prefills=(chunk,)), new_sequences=() if start else (new,))
