@@ -20,7 +20,7 @@ _REPORT_MAGIC = 0x5249464E  # "NFIR"
 # magic, version, num_sub_batches, epoch, iteration, host_blocks_used, padding
 _DESCRIPTOR = struct.Struct("<IHHQQi4x")
 # slot, first_submit, num_sequences, stride
-_SUB_BATCH = struct.Struct("<IIII")
+_SUB_BATCH = struct.Struct("<iIII")
 # magic, version, error, epoch, iteration, compute_ns, wait_ns, iterations, text_bytes
 _REPORT = struct.Struct("<IHHQQQQQI4x")
 

@@ -1,0 +1,47 @@
+"""`python -m cpu_attn_svc --config FILE`: offers the host tier, and serves until told to stop."""
+
+import asyncio
+import logging
+import sys
+
+from cpu_attn_svc.cores import usable_cores
+from cpu_attn_svc.host import AttentionHost
+from cpu_attn_svc.servicer import CpuAttentionServicer
+from neoflex.v1 import cpu_attention_pb2, cpu_attention_pb2_grpc
+from svc_common import config as configuration
+from svc_common.config import ConfigError
+from svc_common.grpc_server import GrpcServer, configure_logging, until_stop_signal
+
+SERVICE = "cpu_attn_svc"
+_STOP_GRACE_S = 1.0
+
+logger = logging.getLogger(SERVICE)
+
+
+async def serve(listen: str, host: AttentionHost) -> None:
+    """Until SIGTERM or SIGINT. The region ends with it, so there is no work to drain."""
+    full_name = cpu_attention_pb2.DESCRIPTOR.services_by_name["CpuAttentionService"].full_name
+    server = GrpcServer(listen, [full_name])
+    server.register(cpu_attention_pb2_grpc.add_CpuAttentionServiceServicer_to_server, CpuAttentionServicer(host))
+    await server.start()
+    await server.set_ready(True)
+    logger.info("listening on %s, %s, up to %d threads", server.address, host.instruction_set, host.max_threads)
+    await until_stop_signal()
+    await server.stop(_STOP_GRACE_S)
+    host.close_region()
+    logger.info("stopped")
+
+
+def main() -> None:
+    config = configuration.load_from_argv(SERVICE)
+    configure_logging(SERVICE)
+    try:
+        host = AttentionHost(config.cpu_attn, usable_cores())
+        asyncio.run(serve(config.cpu_attn.listen, host))
+    except (ConfigError, RuntimeError) as error:
+        print(f"{SERVICE}: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

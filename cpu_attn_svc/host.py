@@ -1,0 +1,102 @@
+"""The host tier as the servicer sees it: at most one open region, and the threads that compute over it."""
+
+import logging
+from dataclasses import dataclass
+
+from cpu_attn_svc import _attention
+from cpu_attn_svc.session import RegionSession
+from svc_common.config import ConfigError, CpuAttnConfig
+from svc_common.tensor_plane import RegionShape, Segment, remove_stale_segments
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedRegion:
+    path: str
+    region_bytes: int
+    endpoint: str
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class HostStatus:
+    epoch: int
+    """0 where no region is open."""
+    pool_bytes: int
+    num_blocks: int
+    blocks_used: int
+    iterations: int
+
+
+NO_REGION = HostStatus(epoch=0, pool_bytes=0, num_blocks=0, blocks_used=0, iterations=0)
+
+
+class AttentionHost:
+    """Calls that change it must not overlap; `status` may be asked for at any time."""
+
+    def __init__(self, config: CpuAttnConfig, usable_cores: int) -> None:
+        """Raises ConfigError where the configuration can't be had on this machine."""
+        if config.kv_bytes == 0:
+            raise ConfigError("cpu_attn.kv_bytes is 0: there is nothing to serve")
+        try:
+            self.instruction_set = _attention.choose_instruction_set(config.instruction_set)
+        except ValueError as error:
+            raise ConfigError(f"cpu_attn.instruction_set: {error}") from error
+        if not config.segment_dir.is_dir():
+            raise ConfigError(f"cpu_attn.segment_dir: {config.segment_dir} is no directory")
+        self.max_threads = min(config.max_threads or usable_cores, usable_cores)
+        """Never more than there are cores: one thread too many costs more than it brings."""
+        if config.num_threads > self.max_threads:
+            logger.warning("cpu_attn.num_threads is %d, at most %d run here", config.num_threads, self.max_threads)
+        self._threads = _attention.ThreadPool(min(config.num_threads, self.max_threads))
+        self._config = config
+        self._session: RegionSession | None = None
+        removed = remove_stale_segments(config.segment_dir)
+        if removed:
+            logger.info("removed %d stale segments from %s", removed, config.segment_dir)
+
+    @property
+    def num_threads(self) -> int:
+        return self._threads.num_threads
+
+    def set_threads(self, num_threads: int) -> None:
+        """From the next iteration on. 1 to max_threads."""
+        assert 1 <= num_threads <= self.max_threads
+        self._threads.num_threads = num_threads
+
+    def open_region(self, epoch: int, shape: RegionShape) -> OpenedRegion:
+        """Closes an earlier region first: there is memory for one. Takes as long as reserving the memory does.
+
+        Raises PlaneError where there is no room, or where kv_bytes holds no block of this shape.
+        """
+        self.close_region()
+        segment = Segment.create(self._config.segment_dir, epoch, shape, self._config.kv_bytes)
+        try:
+            session = RegionSession(segment, self.instruction_set, self._threads)
+        except Exception:
+            segment.close()
+            raise
+        session.start()
+        self._session = session
+        region = segment.region
+        logger.info("epoch %d: %d blocks, %d bytes, %s", epoch, region.num_blocks, region.region_bytes, shape)
+        return OpenedRegion(segment.path, region.region_bytes, segment.endpoint, region.num_blocks)
+
+    def close_region(self) -> None:
+        """Gives up what runs."""
+        session, self._session = self._session, None
+        if session is not None:
+            session.close()
+
+    def status(self) -> HostStatus:
+        session = self._session
+        if session is None or not session.is_open:
+            return NO_REGION
+        return HostStatus(
+            epoch=session.epoch,
+            pool_bytes=session.pool_bytes,
+            num_blocks=session.num_blocks,
+            blocks_used=session.blocks_used,
+            iterations=session.iterations,
+        )

@@ -1,0 +1,116 @@
+"""One open region and the thread that serves it: descriptors in, one call into C++ per iteration, reports out."""
+
+import logging
+import threading
+
+import zmq
+
+from cpu_attn_svc import _attention
+from svc_common.tensor_plane import PlaneError, Report, Segment
+from svc_common.tensor_plane.messages import Descriptor, WorkError, WorkReport, decode_descriptor, encode_report
+
+# An idle session looks this often whether its executor lives and whether it is to stop.
+_IDLE_CHECK_MS = 100
+# A last report may take this long to leave.
+_LINGER_MS = 200
+
+logger = logging.getLogger(__name__)
+
+
+class RegionSession:
+    """Serves one executor until that ends, or until `close`. Its memory is freed when the session ends."""
+
+    def __init__(self, segment: Segment, instruction_set: str, threads: _attention.ThreadPool) -> None:
+        """Listens at the segment's endpoint. Raises PlaneError."""
+        region = segment.region
+        self.epoch = region.epoch
+        self.num_blocks = region.num_blocks
+        self.pool_bytes = region.pool_bytes
+        self.blocks_used: int = 0
+        """By the executor's last descriptor."""
+        self.iterations: int = 0
+        """Computed so far."""
+        self._worker: _attention.Worker | None = _attention.Worker(region, instruction_set, threads)
+        self._stop = threading.Event()
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
+        self._socket.linger = _LINGER_MS
+        try:
+            self._socket.bind(segment.endpoint)
+        except zmq.ZMQError as error:
+            self._socket.close()
+            raise PlaneError(f"{segment.endpoint}: {error}") from error
+        self._thread = threading.Thread(target=self._serve, args=(segment, self._worker), name="region-session")
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def is_open(self) -> bool:
+        return self._worker is not None
+
+    def close(self) -> None:
+        """Gives up what runs and frees the region. Returns when the thread has ended."""
+        self._stop.set()
+        worker = self._worker
+        if worker is not None:
+            worker.cancel()
+        self._thread.join()
+
+    def _serve(self, segment: Segment, worker: _attention.Worker) -> None:
+        try:
+            has_names = True
+            while not self._stop.is_set():
+                if self._socket.poll(_IDLE_CHECK_MS):
+                    self._answer(segment, worker, self._socket.recv())
+                elif segment.region.is_closed:
+                    logger.info("the executor closed the region of epoch %d", self.epoch)
+                    return
+                elif segment.region.is_attached and not segment.region.peer_alive():
+                    logger.warning("the executor of epoch %d is gone", self.epoch)
+                    return
+                if has_names and segment.region.is_attached:
+                    segment.unlink()
+                    has_names = False
+        except PlaneError as error:
+            logger.error("the region of epoch %d is given up: %s", self.epoch, error)
+        finally:
+            self._worker = None
+            self._socket.close()
+            segment.close()
+
+    def _answer(self, segment: Segment, worker: _attention.Worker, message: bytes) -> None:
+        """Computes what the message describes. Raises PlaneError where it is no descriptor at all."""
+        descriptor = decode_descriptor(message)
+        if descriptor.epoch == self.epoch:
+            self.blocks_used = descriptor.host_blocks_used
+        if not descriptor.sub_batches:
+            return
+        work = self._compute(worker, descriptor)
+        if work.error is WorkError.NONE:
+            logger.debug("iteration %d: %s", descriptor.iteration, work.report)
+        else:
+            logger.warning("iteration %d was not computed: %s", descriptor.iteration, work.text)
+            segment.region.refuse(descriptor.iteration)
+        try:
+            self._socket.send(encode_report(work), zmq.NOBLOCK)
+        except zmq.Again:
+            logger.warning("nobody takes the report of iteration %d", descriptor.iteration)
+
+    def _compute(self, worker: _attention.Worker, descriptor: Descriptor) -> WorkReport:
+        def failed(error: WorkError, text: str) -> WorkReport:
+            return WorkReport(self.epoch, Report(descriptor.iteration, 0, 0), self.iterations, error, text)
+
+        if descriptor.epoch != self.epoch:
+            return failed(WorkError.STALE_EPOCH, f"epoch {descriptor.epoch}, this region's is {self.epoch}")
+        sub_batches = [
+            (submitted.batch.slot, submitted.first_submit, submitted.batch.context_tokens, submitted.batch.block_tables)
+            for submitted in descriptor.sub_batches
+        ]
+        try:
+            compute_ns, wait_ns = worker.run(sub_batches)
+        except PlaneError as error:
+            return failed(WorkError.INVALID_DESCRIPTOR, str(error))
+        except _attention.InterruptedIterationError as error:
+            return failed(WorkError.INTERRUPTED, str(error))
+        self.iterations += 1
+        return WorkReport(self.epoch, Report(descriptor.iteration, compute_ns, wait_ns), self.iterations)
