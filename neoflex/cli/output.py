@@ -71,7 +71,7 @@ def counter_rows(counters: Counters) -> list[tuple[str, str]]:
 def fetch_progress() -> Iterator[fetch.Progress]:
     """A progress bar for `fetch`."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=err, transient=True) as bar:
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task("", total=None)
 
         def report(stage: str, done_bytes: int, total_bytes: int) -> None:

@@ -58,7 +58,7 @@ def up(
     config = pin_model(effective_config(config_file, options))
     with run_directory(run_dir) as directory:
         stack = LocalStack(config, directory, on_event=lambda line: err.print(line, style="bold", markup=False))
-        _supervise(stack, quiet)
+        supervise(stack, quiet)
 
 
 def effective_config(config_file: Path | None, options: dict[tuple[str, str], object]) -> Config:
@@ -120,7 +120,7 @@ class _StopSignals:
             self._stack.kill()
 
 
-def _supervise(stack: LocalStack, quiet: bool) -> None:
+def supervise(stack: LocalStack, quiet: bool) -> None:
     signals = _StopSignals(stack)
     started = time.monotonic()
     follower = LogFollower({} if quiet else stack.log_paths)

@@ -1,0 +1,220 @@
+"""What the command prints, and its exit codes, against a scripted server."""
+
+import io
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from support.inference import InferenceServer
+
+from neoflex import cli
+from neoflex.cli.output import size
+from neoflex.cli.up import effective_config, pin_model, run_directory
+from svc_common.config import ConfigError
+from svc_common.model.store import BUILTIN_MODELS
+
+
+@dataclass(frozen=True)
+class Ended:
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Ended]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs `neoflex ARGUMENT...` in this process."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run_command(*arguments: str) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["neoflex", *arguments])
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as exit_:
+            code = int(exit_.code or 0)
+        captured = capsys.readouterr()
+        return Ended(code, captured.out, captured.err)
+
+    return run_command
+
+
+class TestGenerate:
+    def test_streams_the_answer_and_says_what_it_took(self, run: Run, server: InferenceServer) -> None:
+        ended = run("generate", "hello", "--address", server.address, "--raw", "--temperature", "0")
+        assert (ended.code, ended.out) == (0, "a b c\n")
+        assert ended.err == "5 tokens in, 3 out · TTFT 250 ms · TPOT 500.0 ms · recomputed 1 times · stop\n"
+        request = server.servicer.last_request
+        assert request is not None
+        assert (request.text, request.sampling.temperature) == ("hello", 0)
+        assert request.sampling.HasField("temperature")
+
+    def test_chat_is_the_default(self, run: Run, server: InferenceServer) -> None:
+        assert run("generate", "hello", "--address", server.address, "--system", "Be brief.").code == 0
+        request = server.servicer.last_request
+        assert request is not None
+        turns = [(turn.role, turn.content) for turn in request.chat.messages]
+        assert turns == [("system", "Be brief."), ("user", "hello")]
+
+    def test_options_reach_the_server(self, run: Run, server: InferenceServer) -> None:
+        options = ["--max-tokens", "7", "--top-p", "0.5", "--top-k", "3", "--min-p", "0.25", "--seed", "9"]
+        options += ["--stop", "A", "--stop", "B"]
+        assert run("generate", "hello", "--address", server.address, *options).code == 0
+        request = server.servicer.last_request
+        assert request is not None
+        sampling = request.sampling
+        assert (sampling.top_p, sampling.top_k, sampling.min_p, sampling.seed) == (0.5, 3, 0.25, 9)
+        assert (request.stopping.max_tokens, list(request.stopping.stop)) == (7, ["A", "B"])
+
+    def test_json(self, run: Run, server: InferenceServer) -> None:
+        ended = run("generate", "hello", "--address", server.address, "--json")
+        answer = json.loads(ended.out)
+        assert (answer["text"], answer["token_ids"]) == ("a b c", [7, 8, 9])
+        assert answer["finish"] == {"reason": "stop", "matched": "END"}
+        assert answer["usage"]["time_to_first_token_s"] == 0.25
+
+    def test_logprobs_are_shown(self, run: Run, server: InferenceServer) -> None:
+        ended = run("generate", "hello", "--address", server.address, "--logprobs", "1")
+        assert server.servicer.last_request is not None
+        assert server.servicer.last_request.output.logprobs == 1
+        assert "-1.500" in ended.out
+        assert "'\\t' -0.250" in ended.out  # Token 9, as the scripted server decodes it.
+
+    def test_a_prompt_from_standard_input(
+        self, run: Run, server: InferenceServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(sys, "stdin", io.StringIO("from a pipe"))
+        assert run("generate", "-", "--address", server.address, "--raw").code == 0
+        assert server.servicer.last_request is not None
+        assert server.servicer.last_request.text == "from a pipe"
+
+    def test_errors_are_one_line(self, run: Run, server: InferenceServer) -> None:
+        ended = run("generate", "malformed", "--address", server.address, "--raw")
+        expected = "error: INVALID_ARGUMENT BAD_FIELD: request.sampling.top_p: must be in (0, 1], is 3\n"
+        assert ended == Ended(1, "", expected)
+
+    def test_text_before_an_error_is_kept(self, run: Run, server: InferenceServer) -> None:
+        ended = run("generate", "lost midway", "--address", server.address, "--raw")
+        assert (ended.code, ended.out) == (1, "a \n")
+        assert ended.err.startswith("error: UNAVAILABLE CPU_ATTENTION_LOST: ")
+
+    def test_nobody_there(self, run: Run) -> None:
+        ended = run("generate", "hello", "--address", "unix:/nonexistent/socket")
+        assert ended.code == 1
+        assert ended.err.startswith("error: UNAVAILABLE: no answer from unix:/nonexistent/socket")
+        assert ended.err.count("\n") == 1
+
+    def test_a_number_out_of_range_is_a_usage_error(self, run: Run, server: InferenceServer) -> None:
+        ended = run("generate", "hello", "--address", server.address, "--seed", "-1")
+        assert ended.code == 2
+        assert "seed: Value out of range" in ended.err
+
+
+class TestStatus:
+    def test_table(self, run: Run, server: InferenceServer) -> None:
+        ended = run("status", "--address", server.address)
+        lines = {
+            line.strip(" │").split("│")[0].strip(): line.strip(" │").split("│")[-1].strip()
+            for line in ended.out.splitlines()
+        }
+        assert lines["KV on the GPU"] == "3.0 MiB of 64.0 MiB, 3 of 64 blocks"
+        assert lines["KV on the host"] == "5.0 MiB of 128.0 MiB, 5 of 128 blocks"
+        assert lines["device"] == "cpu, computes in fp32, KV in fp16"
+        assert lines["requests waiting"] == "1 of at most 1,024"
+        assert lines["iterations, GPU-only"] == "40"
+        assert lines["iterations, asymmetric"] == "2"
+        assert lines["tokens attended on the CPU"] == "1,234"
+
+    def test_json(self, run: Run, server: InferenceServer) -> None:
+        values = json.loads(run("status", "--address", server.address, "--json").out)
+        assert values["model"]["name"] == "tiny"
+        assert values["server"]["counters"]["cpu_attended_tokens"] == 1234
+        assert values["load"]["gpu_blocks_used"] == 3
+
+
+class TestModel:
+    def test_list_says_what_is_here(self, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        model = BUILTIN_MODELS["smollm2-135m-instruct"]
+        assert "not here: neoflex model fetch smollm2-135m-instruct" in run("model", "list").out
+        path = model.path(tmp_path / "neoflex")
+        path.parent.mkdir(parents=True)
+        with path.open("wb") as file:
+            file.truncate(model.size_bytes)
+        assert path.name in run("model", "list").out
+
+    def test_fetching_an_unknown_model(self, run: Run) -> None:
+        ended = run("model", "fetch", "nope")
+        assert (ended.code, ended.err) == (1, "error: 'nope' is no built-in model; there are: smollm2-135m-instruct\n")
+
+
+class TestUp:
+    def test_options_win_over_the_file(self, tmp_path: Path) -> None:
+        file = tmp_path / "neoflex.toml"
+        file.write_text('[planner]\nmode = "gpu_only"\nmax_batch_tokens = 64\n[gpu]\nkv_bytes = "1MiB"\n')
+        config = effective_config(
+            file, {("planner", "mode"): "auto", ("gpu", "kv_bytes"): None, ("kv", "dtype"): "fp16"}
+        )
+        assert (config.planner.mode, config.planner.max_batch_tokens) == ("auto", 64)
+        assert (config.gpu.kv_bytes, config.kv.dtype) == (2**20, "fp16")
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("[gpu]\nkv_byte = 3\n", r"gpu\.kv_byte: Extra inputs"),
+            ("gpu = 3\n", "gpu: Input should be a valid"),
+            ("[gpu\n", "not TOML"),
+            (None, "No such file"),
+        ],
+    )
+    def test_a_bad_file_is_refused(self, tmp_path: Path, text: str | None, message: str) -> None:
+        file = tmp_path / "neoflex.toml"
+        if text is not None:
+            file.write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            effective_config(file, {("gpu", "kv_bytes"): "1MiB"})
+
+    def test_bad_options_end_in_one_line(self, run: Run) -> None:
+        ended = run("up", "--mode", "fast")
+        assert ended.code == 1
+        assert ended.err.startswith("error: options: planner.mode: Input should be 'auto', 'gpu_only' or 'asymmetric'")
+        assert run("up", "./nowhere").err == "error: ./nowhere: no such file or directory\n"
+
+    def test_the_model_is_found_once_and_keeps_its_name(self, tmp_path: Path) -> None:
+        path = tmp_path / "Model.Q4.gguf"
+        path.write_bytes(b"GGUF")
+        config = pin_model(effective_config(None, {("model", "source"): str(tmp_path)}))
+        assert (config.model.source, config.model.name) == (str(path), tmp_path.name)
+
+    def test_a_temporary_run_directory_is_kept_only_after_a_failure(self) -> None:
+        with run_directory(None) as directory:
+            assert directory.stat().st_mode & 0o077 == 0
+        assert not directory.exists()
+        with pytest.raises(ConfigError), run_directory(None) as kept:
+            raise ConfigError("broken")
+        assert kept.exists()
+        kept.rmdir()
+
+
+def test_sizes_for_people() -> None:
+    assert [size(n) for n in (0, 1023, 1024, 98_362_432, 2**40, 2**50)] == [
+        "0 B",
+        "1023 B",
+        "1.0 KiB",
+        "93.8 MiB",
+        "1.0 TiB",
+        "1024.0 TiB",
+    ]
+
+
+def test_services_do_not_pay_for_the_client() -> None:
+    import subprocess
+
+    script = "import neoflex, sys; assert 'grpc' not in sys.modules; neoflex.Client; assert 'grpc' in sys.modules"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -1,0 +1,193 @@
+"""The blocking client over a real channel: what goes out, what comes back, how it fails, how it ends."""
+
+import threading
+
+import pytest
+from support.inference import InferenceServer
+
+from neoflex import (
+    Client,
+    Completion,
+    DeadlineExceededError,
+    Delta,
+    FieldViolation,
+    Finish,
+    FinishReason,
+    InvalidArgumentError,
+    Message,
+    NeoflexError,
+    ResourceExhaustedError,
+    UnavailableError,
+    Usage,
+)
+from neoflex.types import Counters, Load, ModelInfo, PositionLogprobs, TokenLogprob
+from neoflex.v1 import inference_pb2 as pb
+
+LOGPROBS = PositionLogprobs(TokenLogprob(7, -1.5), (TokenLogprob(9, -0.25),))
+USAGE = Usage(prompt_tokens=5, completion_tokens=3, time_to_first_token_s=0.25, duration_s=1.25, recomputations=1)
+FINISH = Finish(FinishReason.STOP, "END")
+
+
+@pytest.fixture
+def client(server: InferenceServer) -> Client:
+    return Client(server.address)
+
+
+def test_a_whole_answer(client: Client) -> None:
+    answer = client.generate("hello", request_id="me", max_tokens=3, logprobs=1)
+    assert answer == Completion("me", "a b c", (7, 8, 9), (LOGPROBS,), FINISH, USAGE)
+    assert answer.usage.time_per_output_token_s == 0.5
+
+
+def test_every_option_reaches_the_server(client: Client, server: InferenceServer) -> None:
+    client.generate(
+        messages=[Message("system", "s"), {"role": "user", "content": "u"}],
+        request_id="me",
+        max_tokens=3,
+        temperature=0,
+        top_k=4,
+        top_p=0.5,
+        min_p=0.25,
+        seed=2**63,
+        stop="END",
+        stop_token_ids=[1, 2],
+        ignore_eos=True,
+        time_limit_s=1.5,
+        logprobs=0,
+    )
+    expected = pb.GenerateRequest(
+        request_id="me",
+        chat=pb.Chat(messages=[pb.ChatMessage(role="system", content="s"), pb.ChatMessage(role="user", content="u")]),
+        sampling=pb.SamplingOptions(temperature=0, top_k=4, top_p=0.5, min_p=0.25, seed=2**63),
+        stopping=pb.StoppingOptions(max_tokens=3, stop=["END"], stop_token_ids=[1, 2], ignore_eos=True),
+        output=pb.OutputOptions(logprobs=0),
+    )
+    expected.stopping.time_limit.FromMilliseconds(1500)
+    assert server.servicer.last_request == expected
+
+
+def test_what_is_not_given_is_absent_on_the_wire(client: Client, server: InferenceServer) -> None:
+    client.generate(token_ids=[1, 2])
+    request = server.servicer.last_request
+    assert request is not None
+    assert list(request.token_ids.ids) == [1, 2]
+    assert len(request.request_id) == 32
+    assert not any(request.sampling.HasField(name) for name in ("temperature", "top_k", "top_p", "min_p", "seed"))
+    assert not request.stopping.HasField("max_tokens")
+    assert not request.stopping.HasField("time_limit")
+    assert not request.output.HasField("logprobs")
+
+
+def test_an_empty_list_of_tokens_is_still_a_prompt(client: Client, server: InferenceServer) -> None:
+    client.generate(token_ids=[])
+    assert server.servicer.last_request is not None
+    assert server.servicer.last_request.WhichOneof("prompt") == "token_ids"
+
+
+def test_exactly_one_prompt(client: Client) -> None:
+    for bad in ({}, {"token_ids": [1], "messages": [Message("user", "u")]}):
+        with pytest.raises(ValueError, match="exactly one of: a prompt text, token_ids, messages"):
+            client.generate(**bad)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="exactly one"):
+        client.tokenize()
+
+
+def test_a_number_that_fits_no_field_is_named(client: Client) -> None:
+    with pytest.raises(ValueError, match="seed: Value out of range: -1"):
+        client.generate("hello", seed=-1)
+
+
+def test_a_stream(client: Client) -> None:
+    with client.stream("hello", request_id="me", logprobs=1) as stream:
+        assert (stream.request_id, stream.prompt_tokens, stream.finish, stream.usage) == ("me", None, None, None)
+        assert list(stream) == [Delta("a ", (7,), (LOGPROBS,)), Delta("b c", (8, 9))]
+        assert (stream.prompt_tokens, stream.finish, stream.usage) == (5, FINISH, USAGE)
+        assert list(stream) == []
+
+
+def test_closing_a_stream_ends_the_request(client: Client, server: InferenceServer) -> None:
+    server.servicer.stream_cancelled.clear()
+    with client.stream("never") as stream:
+        assert next(stream) == Delta("a ", (7,))
+    assert server.servicer.stream_cancelled.wait(10)
+    assert list(stream) == []
+    assert stream.finish is None
+
+
+def test_closing_from_another_thread_ends_the_iteration(client: Client) -> None:
+    stream = client.stream("never")
+    next(stream)
+    threading.Timer(0.05, stream.close).start()
+    assert list(stream) == []
+
+
+def test_a_malformed_request_names_the_field(client: Client) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        client.generate("malformed")
+    error = caught.value
+    assert (error.code, error.reason) == ("INVALID_ARGUMENT", "BAD_FIELD")
+    assert error.field_violations == (FieldViolation("request.sampling.top_p", "must be in (0, 1], is 3"),)
+    assert str(error) == "INVALID_ARGUMENT BAD_FIELD: request.sampling.top_p: must be in (0, 1], is 3"
+
+
+def test_overload_says_when_to_try_again(client: Client) -> None:
+    with pytest.raises(ResourceExhaustedError) as caught:
+        list(client.stream("too many"))
+    assert (caught.value.reason, caught.value.retry_after_s) == ("QUEUE_FULL", 1.5)
+    assert str(caught.value) == "RESOURCE_EXHAUSTED QUEUE_FULL: the queue is full (try again in 1.5 s)"
+
+
+def test_a_stream_lost_midway_keeps_what_came(client: Client) -> None:
+    stream = client.stream("lost midway")
+    assert next(stream).text == "a "
+    with pytest.raises(UnavailableError) as caught:
+        next(stream)
+    assert caught.value.reason == "CPU_ATTENTION_LOST"
+    assert list(stream) == []
+
+
+def test_a_stream_without_an_end_is_an_error(client: Client) -> None:
+    with pytest.raises(NeoflexError, match=r"DATA_LOSS: .* before the answer was complete"):
+        list(client.stream("cut short"))
+
+
+def test_a_timeout(client: Client) -> None:
+    with pytest.raises(DeadlineExceededError):
+        client.generate("never", timeout_s=0.05)
+
+
+def test_nobody_there() -> None:
+    with Client("unix:/nonexistent/socket") as client:
+        assert not client.is_ready()
+        with pytest.raises(UnavailableError, match="no answer from unix:/nonexistent/socket"):
+            client.model_info()
+        with pytest.raises(DeadlineExceededError, match=r"unix:/nonexistent/socket was not ready within 0\.2 s"):
+            client.wait_until_ready(0.2)
+
+
+def test_waiting_until_ready(client: Client, server: InferenceServer) -> None:
+    client.wait_until_ready(5)
+    server.set_ready(False)
+    try:
+        assert not client.is_ready()
+    finally:
+        server.set_ready(True)
+    assert client.is_ready()
+
+
+def test_the_small_calls(client: Client) -> None:
+    assert client.abort("a", "unknown", "b") == ("a", "b")
+    assert client.tokenize("hi") == (104, 105)
+    assert client.tokenize(messages=[Message("u", "hi")]) == tuple(map(ord, "<u>hi"))
+    assert client.detokenize([104, 105]) == "hi"
+    assert client.model_info() == ModelInfo("tiny", "llama", 100, 2048, (2, 3), 135_000_000, "fp32", "fp16")
+    assert client.load() == Load(1, 2, 1024, 3, 64, 5, 128)
+    info = client.server_info()
+    assert (info.version, info.uptime_s, info.block_bytes, info.host_blocks) == ("0.1.0", 12.5, 2**20, 128)
+    assert (info.counters.gpu_only_iterations, info.counters.cpu_attended_tokens) == (40, 1234)
+
+
+def test_counters_between_two_looks() -> None:
+    names = Counters.__dataclass_fields__
+    later = Counters(**dict.fromkeys(names, 5))
+    assert later.since(Counters(**dict.fromkeys(names, 3))) == Counters(**dict.fromkeys(names, 2))

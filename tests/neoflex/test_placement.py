@@ -1,0 +1,51 @@
+"""Addresses of a local stack, and the configuration file that its services read."""
+
+from pathlib import Path
+
+import pytest
+
+from neoflex.placement import AddressInUseError, place, socket_fits, to_toml
+from svc_common.config import Config, load, parse
+
+
+def test_inner_services_get_sockets_unless_they_have_an_address(tmp_path: Path) -> None:
+    config = parse({"planner": {"listen": "unix:/p.sock"}, "gpu": {"listen": "127.0.0.1:7"}}, "test")
+    placed = place(config, tmp_path)
+    assert placed.planner.listen == "unix:/p.sock"
+    assert placed.gpu.listen == "127.0.0.1:7"
+    assert placed.cpu_attn.listen == f"unix:{tmp_path}/cpu_attn.sock"
+    assert place(placed, Path("/elsewhere")) == placed
+
+
+def test_port_0_becomes_a_free_port(tmp_path: Path) -> None:
+    host, _, port = place(parse({"planner": {"listen": "127.0.0.1:0"}}, "test"), tmp_path).planner.listen.rpartition(
+        ":"
+    )
+    assert host == "127.0.0.1"
+    assert int(port) > 0
+
+
+def test_an_address_of_another_host_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(AddressInUseError, match=r"cannot listen on 192\.0\.2\.1:50051"):
+        place(parse({"planner": {"listen": "192.0.2.1:50051"}}, "test"), tmp_path)
+
+
+@pytest.mark.parametrize(("num_bytes", "fits"), [(107, True), (108, False)])
+def test_sockets_need_a_short_path(num_bytes: int, fits: bool) -> None:
+    directory = "/" + "ü" * ((num_bytes - len("//cpu_attn.sock")) // 2)
+    directory += "x" * (num_bytes - len(f"{directory}/cpu_attn.sock".encode()))
+    assert socket_fits(Path(directory)) is fits
+
+
+def test_the_file_says_what_the_values_say(tmp_path: Path) -> None:
+    odd = 'a "quoted"\\path\nwith 日本語 🙂 and \x7f'
+    config = parse(
+        {"model": {"source": odd}, "gpu": {"kv_bytes": "1.5MiB"}, "planner": {"max_waiting_requests": 7}}, "t"
+    )
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(config))
+    assert load(path) == config
+    assert "kv_bytes = 1572864\n" in path.read_text()
+    assert "max_sequence_tokens" not in path.read_text()
+    path.write_text(to_toml(Config()))
+    assert load(path) == Config()

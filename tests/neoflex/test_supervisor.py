@@ -1,0 +1,231 @@
+"""Starting, watching, restarting and ending children, with stand-ins for the services."""
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from support import stacks
+from support.stacks import is_running, stand_in_stack, until
+
+from neoflex.logs import last_lines
+from neoflex.processes import RestartPolicy
+from neoflex.supervisor import LocalStack, StackError
+from svc_common import config
+
+NOT_AGAIN = RestartPolicy(max_restarts=2, first_backoff_s=0.01, max_backoff_s=0.01)
+SERVICES = {"planner_svc", "gpu_svc", "cpu_attn_svc"}
+
+
+class Bench:
+    """A place for one stack: its run directory, its diary and what its supervisor said."""
+
+    def __init__(self, directory: Path) -> None:
+        self.run_dir = directory / "run"
+        self.diary = directory / "diary"
+        self.listen = f"unix:{directory / 'planner.sock'}"
+        self.events: list[str] = []
+        self.stacks: list[LocalStack] = []
+
+    def stack(self, **options: Any) -> LocalStack:
+        stack = stand_in_stack(self.run_dir, self.diary, self.listen, on_event=self.events.append, **options)
+        self.stacks.append(stack)
+        return stack
+
+    def notes(self) -> list[str]:
+        return self.diary.read_text().splitlines() if self.diary.exists() else []
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    monkeypatch.setenv("PYTHONPATH", stacks.own_environment()["PYTHONPATH"])
+    bench = Bench(tmp_path)
+    yield bench
+    for stack in bench.stacks:
+        stack.stop(0)
+
+
+def test_a_stack_starts_becomes_ready_and_ends_planner_first(bench: Bench) -> None:
+    stack = bench.stack()
+    stack.start()
+    stack.wait_ready(60)
+    assert set(stack.pids) == SERVICES
+    assert all(is_running(pid) for pid in stack.pids.values())
+    assert stack.address == bench.listen
+    until(lambda: len(bench.notes()) == 3)
+    pids = stack.pids
+    stack.stop()
+    assert stack.pids == {}
+    assert not any(is_running(pid) for pid in pids.values())
+    ends = [line for line in bench.notes() if not line.endswith("started")]
+    assert ends[:2] == ["planner_svc stopping", "planner_svc stopped"]
+    assert {line for line in ends[2:] if line.endswith("stopped")} == {"gpu_svc stopped", "cpu_attn_svc stopped"}
+    assert stack.log_paths["gpu_svc"].read_text() == "hello from gpu_svc\n"
+    assert bench.events == []
+
+
+def test_the_run_directory_is_private_and_says_what_runs(bench: Bench) -> None:
+    with bench.stack() as stack:
+        assert stat.S_IMODE(bench.run_dir.stat().st_mode) == 0o700
+        assert config.load(bench.run_dir / "config.toml") == stack.config
+        assert stack.config.gpu.listen == f"unix:{bench.run_dir}/gpu.sock"
+        assert stack.config.cpu_attn.listen == f"unix:{bench.run_dir}/cpu_attn.sock"
+        other = stand_in_stack(bench.run_dir, bench.diary, bench.listen)
+        with pytest.raises(StackError, match="another stack runs in"):
+            other.start()
+    bench.run_dir.chmod(0o755)
+    with pytest.raises(StackError, match="must be yours alone: chmod 700"):
+        bench.stack().start()
+
+
+def test_a_child_that_dies_at_start_ends_it_with_its_last_words(bench: Bench) -> None:
+    broken = (sys.executable, "-c", "print('no such model'); raise SystemExit(7)")
+    stack = bench.stack(argv={"gpu_svc": broken})
+    stack.start()
+    with pytest.raises(StackError, match=r"gpu_svc exited with code 7\ngpu_svc \| no such model"):
+        stack.wait_ready(60)
+    assert bench.events == []
+
+
+def test_a_planner_that_is_never_ready_shows_its_log(bench: Bench) -> None:
+    mute = (sys.executable, "-c", "import time; print('loading', flush=True); time.sleep(600)")
+    stack = bench.stack(argv={"planner_svc": mute})
+    stack.start()
+    until(lambda: last_lines(stack.log_paths["planner_svc"], 1) == ["loading"])
+    with pytest.raises(StackError, match=r"not ready within 0\.1 s\nplanner_svc \| loading"):
+        stack.wait_ready(0.1)
+
+
+def test_a_child_that_dies_later_is_started_again(bench: Bench) -> None:
+    stack = bench.stack(policy=NOT_AGAIN)
+    stack.start()
+    stack.wait_ready(60)
+    first = stack.pids["cpu_attn_svc"]
+    os.kill(first, signal.SIGKILL)
+    until(lambda: stack.pids.get("cpu_attn_svc", first) != first)
+    assert bench.events == ["cpu_attn_svc was ended by SIGKILL; restart 1 of 2 in 0.01 s"]
+    stack.wait_ready(60)
+    assert set(stack.pids) == SERVICES
+
+
+def test_it_gives_up_on_a_child_that_keeps_dying(bench: Bench) -> None:
+    once = bench.diary.with_name("once")
+    script = (
+        f"import pathlib, time; p = pathlib.Path({str(once)!r}); p.exists() and exit(3); p.touch(); time.sleep(600)"
+    )
+    stack = bench.stack(policy=NOT_AGAIN, argv={"gpu_svc": (sys.executable, "-c", script)})
+    stack.start()
+    stack.wait_ready(60)
+    until(once.exists)
+    os.kill(stack.pids["gpu_svc"], signal.SIGTERM)
+    until(lambda: "gpu_svc" not in stack.pids and len(bench.events) == 2)
+
+    def has_failed() -> bool:
+        try:
+            stack.check()
+        except StackError as error:
+            return str(error).startswith("gpu_svc exited with code 3 after 2 restarts")
+        return False
+
+    until(has_failed)
+
+
+def test_restarts_back_off_up_to_a_limit() -> None:
+    policy = RestartPolicy(first_backoff_s=0.5, max_backoff_s=3)
+    assert [policy.backoff_s(n) for n in range(5)] == [0.5, 1, 2, 3, 3]
+
+
+def test_a_service_that_ignores_sigterm_is_killed(bench: Bench) -> None:
+    script = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
+    )
+    stack = bench.stack(argv={"planner_svc": (sys.executable, "-c", script)})
+    stack.start()
+    until(lambda: last_lines(stack.log_paths["planner_svc"], 1) == ["deaf"])
+    pid = stack.pids["planner_svc"]
+    stack.stop(drain_s=0.1)
+    assert not is_running(pid)
+
+
+def test_a_host_pool_of_nothing_needs_no_cpu_attention_service(bench: Bench) -> None:
+    values = {"planner": {"listen": bench.listen}, "cpu_attn": {"kv_bytes": 0}}
+    stack = LocalStack(config.parse(dict(values), "test"), bench.run_dir)
+    assert set(stack.log_paths) == {"planner_svc", "gpu_svc"}
+
+
+def test_an_address_in_use_is_said_before_anything_starts(bench: Bench) -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        bench.listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        stack = bench.stack()
+        with pytest.raises(StackError, match=f"cannot listen on {bench.listen}: .*in use"):
+            stack.start()
+        assert stack.pids == {}
+    stack.start()  # The failed start left no lock behind.
+
+
+def test_children_die_with_a_supervisor_that_is_killed(bench: Bench) -> None:
+    supervisor = start_supervisor(bench)
+    try:
+        until(lambda: len(bench.notes()) == 3)
+        pids = children_of(supervisor.pid)
+        assert len(pids) == 3
+    finally:
+        supervisor.kill()
+        supervisor.wait()
+    until(lambda: not any(is_running(pid) for pid in pids))
+    assert not [line for line in bench.notes() if line.endswith("stopping")]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_up_drains_on_the_first_signal(bench: Bench, number: signal.Signals) -> None:
+    supervisor = start_supervisor(bench)
+    try:
+        until(lambda: "ready on" in output(bench))
+        pids = children_of(supervisor.pid)
+        supervisor.send_signal(number)
+        assert supervisor.wait(60) == 0
+    finally:
+        supervisor.kill()
+    assert {line for line in bench.notes() if line.endswith("stopped")} == {f"{name} stopped" for name in SERVICES}
+    assert not any(is_running(pid) for pid in pids)
+    assert "gpu_svc | hello from gpu_svc" in output(bench)
+
+
+def test_up_kills_on_the_second_signal(bench: Bench) -> None:
+    hold = Path(f"{bench.diary}.hold")
+    hold.touch()
+    supervisor = start_supervisor(bench)
+    try:
+        until(lambda: "ready on" in output(bench))
+        pids = children_of(supervisor.pid)
+        supervisor.send_signal(signal.SIGINT)
+        until(lambda: "planner_svc stopping" in bench.notes())
+        supervisor.send_signal(signal.SIGINT)
+        assert supervisor.wait(60) == 0
+    finally:
+        supervisor.kill()
+    assert not [line for line in bench.notes() if line.endswith("stopped")]
+    assert not any(is_running(pid) for pid in pids)
+
+
+def start_supervisor(bench: Bench) -> subprocess.Popen[bytes]:
+    script = stacks.STAND_IN.with_name("supervise.py")
+    command = [sys.executable, str(script), str(bench.run_dir), str(bench.diary), bench.listen]
+    with bench.diary.with_name("output").open("wb") as file:
+        return subprocess.Popen(command, env=stacks.own_environment(), stdout=file, stderr=subprocess.STDOUT)
+
+
+def output(bench: Bench) -> str:
+    return bench.diary.with_name("output").read_text()
+
+
+def children_of(pid: int) -> list[int]:
+    return [child.pid for child in psutil.Process(pid).children()]
