@@ -1,5 +1,7 @@
 """The asyncio client: `client.py` with `await`."""
 
+# ruff: noqa: ASYNC109  # `timeout` is a gRPC deadline, which the server is told.
+
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -19,7 +21,7 @@ from neoflex.v1.inference_pb2_grpc import InferenceServiceStub
 class AsyncClient:
     """Calls a NeoFlex server at `host:port` or `unix:path`, within one event loop.
 
-    Every call raises a NeoflexError where the server refuses or fails. `timeout_s` bounds a whole call.
+    Every call raises a NeoflexError where the server refuses or fails. `timeout` bounds a whole call, in seconds.
     """
 
     def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
@@ -29,19 +31,19 @@ class AsyncClient:
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
     async def generate(
-        self, prompt: str | None = None, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
+        self, prompt: str | None = None, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
     ) -> Completion:
         """Generates a whole answer. The prompt is a text, or one of the options `token_ids` and `messages`."""
         request = wire.generate_request(prompt, options)
         with self._errors():
-            return wire.completion(await self._stub.Generate(request, timeout=timeout_s))
+            return wire.completion(await self._stub.Generate(request, timeout=timeout))
 
     def stream(
-        self, prompt: str | None = None, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
+        self, prompt: str | None = None, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
     ) -> "AsyncStream":
         """Generates an answer piece by piece; arguments as for `generate`. Closing the stream ends the request."""
         request = wire.generate_request(prompt, options)
-        call = self._stub.GenerateStream(pb.GenerateStreamRequest(request=request), timeout=timeout_s)
+        call = self._stub.GenerateStream(pb.GenerateStreamRequest(request=request), timeout=timeout)
         return AsyncStream(call, request.request_id, self.address)
 
     async def abort(self, *request_ids: str) -> tuple[str, ...]:
@@ -74,23 +76,23 @@ class AsyncClient:
         with self._errors():
             return wire.load(await self._stub.GetLoad(pb.GetLoadRequest()))
 
-    async def is_ready(self, timeout_s: float = 1.0) -> bool:
+    async def is_ready(self, timeout: float = 1.0) -> bool:
         """Whether requests are answered now; False where nobody listens."""
         try:
-            return is_serving(await self._health.Check(READY_REQUEST, timeout=timeout_s))
+            return is_serving(await self._health.Check(READY_REQUEST, timeout=timeout))
         except grpc.RpcError:
             return False
 
-    async def wait_until_ready(self, timeout_s: float) -> None:
-        """Returns once requests are answered. Raises DeadlineExceededError when `timeout_s` is over."""
+    async def wait_until_ready(self, timeout: float) -> None:
+        """Returns once requests are answered. Raises DeadlineExceededError when `timeout` seconds are over."""
         clock = asyncio.get_running_loop().time
-        deadline = clock() + timeout_s
+        deadline = clock() + timeout
         while not await self.is_ready(check_timeout_s(deadline - clock())):
             if clock() >= deadline:
-                raise errors.not_ready(self.address, timeout_s)
+                raise errors.not_ready(self.address, timeout)
             await asyncio.sleep(READY_POLL_S)
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         await self._channel.close(None)
 
     async def __aenter__(self) -> Self:
@@ -99,7 +101,7 @@ class AsyncClient:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
-        await self.close()
+        await self.aclose()
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
@@ -112,7 +114,7 @@ class AsyncClient:
 class AsyncStream:
     """An answer in pieces: iterate over Deltas; `finish` and `usage` are there at the end.
 
-    Leave it early by `close` or as a context manager: the server then ends the request and frees its blocks.
+    Leave it early by `aclose` or as a context manager: the server then ends the request and frees its blocks.
     """
 
     def __init__(
@@ -159,7 +161,7 @@ class AsyncStream:
                     raise errors.cut_short(self._address)
         raise StopAsyncIteration
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """Ends the request if it still runs. Harmless otherwise."""
         self._closed = True
         self._call.cancel()
@@ -170,4 +172,4 @@ class AsyncStream:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
-        await self.close()
+        await self.aclose()

@@ -19,7 +19,7 @@ from neoflex.v1.inference_pb2_grpc import InferenceServiceStub
 class Client:
     """Calls a NeoFlex server at `host:port` or `unix:path`. Safe to share between threads.
 
-    Every call raises a NeoflexError where the server refuses or fails. `timeout_s` bounds a whole call.
+    Every call raises a NeoflexError where the server refuses or fails. `timeout` bounds a whole call, in seconds.
     """
 
     def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
@@ -29,19 +29,19 @@ class Client:
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
     def generate(
-        self, prompt: str | None = None, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
+        self, prompt: str | None = None, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
     ) -> Completion:
         """Generates a whole answer. The prompt is a text, or one of the options `token_ids` and `messages`."""
         request = wire.generate_request(prompt, options)
         with self._errors():
-            return wire.completion(self._stub.Generate(request, timeout=timeout_s))
+            return wire.completion(self._stub.Generate(request, timeout=timeout))
 
     def stream(
-        self, prompt: str | None = None, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
+        self, prompt: str | None = None, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
     ) -> "Stream":
         """Generates an answer piece by piece; arguments as for `generate`. Closing the stream ends the request."""
         request = wire.generate_request(prompt, options)
-        call = self._stub.GenerateStream(pb.GenerateStreamRequest(request=request), timeout=timeout_s)
+        call = self._stub.GenerateStream(pb.GenerateStreamRequest(request=request), timeout=timeout)
         return Stream(call, request.request_id, self.address)
 
     def abort(self, *request_ids: str) -> tuple[str, ...]:
@@ -74,19 +74,19 @@ class Client:
         with self._errors():
             return wire.load(self._stub.GetLoad(pb.GetLoadRequest()))
 
-    def is_ready(self, timeout_s: float = 1.0) -> bool:
+    def is_ready(self, timeout: float = 1.0) -> bool:
         """Whether requests are answered now; False where nobody listens."""
         try:
-            return is_serving(self._health.Check(READY_REQUEST, timeout=timeout_s))
+            return is_serving(self._health.Check(READY_REQUEST, timeout=timeout))
         except grpc.RpcError:
             return False
 
-    def wait_until_ready(self, timeout_s: float) -> None:
-        """Returns once requests are answered. Raises DeadlineExceededError when `timeout_s` is over."""
-        deadline = time.monotonic() + timeout_s
+    def wait_until_ready(self, timeout: float) -> None:
+        """Returns once requests are answered. Raises DeadlineExceededError when `timeout` seconds are over."""
+        deadline = time.monotonic() + timeout
         while not self.is_ready(check_timeout_s(deadline - time.monotonic())):
             if time.monotonic() >= deadline:
-                raise errors.not_ready(self.address, timeout_s)
+                raise errors.not_ready(self.address, timeout)
             time.sleep(READY_POLL_S)
 
     def close(self) -> None:

@@ -26,19 +26,19 @@ class NeoflexError(Exception):
         message: str,
         code: str,
         reason: str = "",
-        field_violations: tuple[FieldViolation, ...] = (),
+        violations: tuple[FieldViolation, ...] = (),
         retry_after_s: float | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
         self.code = code
         self.reason = reason
-        self.field_violations = field_violations
+        self.violations = violations
         self.retry_after_s = retry_after_s
         """How long to wait before another try; None where the server names no time."""
 
     def __str__(self) -> str:
-        fields = "; ".join(f"{item.field}: {item.description}" for item in self.field_violations)
+        fields = "; ".join(f"{item.field}: {item.description}" for item in self.violations)
         # Where the message already names the fields, once is enough.
         detail = f" ({fields})" if fields and fields not in self.message else ""
         retry = "" if self.retry_after_s is None else f" (try again in {self.retry_after_s:g} s)"
@@ -46,7 +46,7 @@ class NeoflexError(Exception):
 
 
 class InvalidArgumentError(NeoflexError):
-    """The request can't be served as it is; `field_violations` says why."""
+    """The request can't be served as it is; `violations` says why."""
 
 
 class ResourceExhaustedError(NeoflexError):
@@ -58,7 +58,7 @@ class UnavailableError(NeoflexError):
 
 
 class DeadlineExceededError(NeoflexError):
-    """`timeout_s` was over before the answer was complete."""
+    """`timeout` was over before the answer was complete."""
 
 
 _BY_CODE: dict[str, type[NeoflexError]] = {

@@ -45,7 +45,7 @@ class GenerateOptions(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     ignore_eos: bool
     time_limit_s: float
-    """Ends the request with the text so far; `timeout_s` ends it with an error."""
+    """Ends the request with the text so far; `timeout` ends it with an error."""
     logprobs: int
     """0 for the chosen token only, n for the n likeliest too."""
 

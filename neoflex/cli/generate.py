@@ -27,7 +27,7 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Makes the answer repeatable.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")] = None,
     logprobs: Annotated[int | None, typer.Option(help="Show log-probabilities and the N likeliest tokens.")] = None,
-    timeout_s: Annotated[float | None, typer.Option("--timeout", help="Seconds for the whole answer.")] = None,
+    timeout: Annotated[float | None, typer.Option(help="Seconds for the whole answer.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
 ) -> None:
     """Generate an answer to a prompt."""
@@ -53,9 +53,9 @@ def generate(
     with Client(address) as client:
         try:
             if as_json:
-                _print_json(client.generate(text, timeout_s=timeout_s, **options))
+                _print_json(client.generate(text, timeout=timeout, **options))
             else:
-                _show(client, client.stream(text, timeout_s=timeout_s, **options))
+                _show(client, client.stream(text, timeout=timeout, **options))
         except ValueError as error:  # A number that no request can carry.
             raise typer.BadParameter(str(error)) from error
 

@@ -72,14 +72,14 @@ async def test_a_cancelled_task_ends_the_request(client: AsyncClient, server: In
 async def test_closing_from_another_task_ends_the_iteration(client: AsyncClient) -> None:
     stream = client.stream("never")
     await anext(stream)
-    asyncio.get_running_loop().call_later(0.05, lambda: asyncio.ensure_future(stream.close()))
+    asyncio.get_running_loop().call_later(0.05, lambda: asyncio.ensure_future(stream.aclose()))
     assert [delta async for delta in stream] == []
 
 
 async def test_errors_are_typed(client: AsyncClient) -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         await client.generate("malformed")
-    assert caught.value.field_violations[0].field == "request.sampling.top_p"
+    assert caught.value.violations[0].field == "request.sampling.top_p"
     stream = client.stream("lost midway")
     await anext(stream)
     with pytest.raises(UnavailableError) as lost:
@@ -88,7 +88,7 @@ async def test_errors_are_typed(client: AsyncClient) -> None:
     with pytest.raises(NeoflexError, match="DATA_LOSS"):
         [delta async for delta in client.stream("cut short")]
     with pytest.raises(DeadlineExceededError):
-        await client.generate("never", timeout_s=0.05)
+        await client.generate("never", timeout=0.05)
 
 
 async def test_the_small_calls(client: AsyncClient) -> None:

@@ -126,7 +126,7 @@ def test_a_malformed_request_names_the_field(client: Client) -> None:
         client.generate("malformed")
     error = caught.value
     assert (error.code, error.reason) == ("INVALID_ARGUMENT", "BAD_FIELD")
-    assert error.field_violations == (FieldViolation("request.sampling.top_p", "must be in (0, 1], is 3"),)
+    assert error.violations == (FieldViolation("request.sampling.top_p", "must be in (0, 1], is 3"),)
     assert str(error) == "INVALID_ARGUMENT BAD_FIELD: request.sampling.top_p: must be in (0, 1], is 3"
 
 
@@ -153,7 +153,7 @@ def test_a_stream_without_an_end_is_an_error(client: Client) -> None:
 
 def test_a_timeout(client: Client) -> None:
     with pytest.raises(DeadlineExceededError):
-        client.generate("never", timeout_s=0.05)
+        client.generate("never", timeout=0.05)
 
 
 def test_nobody_there() -> None:
