@@ -1,0 +1,85 @@
+"""`python -m planner_svc --config FILE`: reads the model's description, listens, and serves until told to stop."""
+
+import asyncio
+import logging
+import sys
+from importlib import metadata
+
+from planner_svc.requests import Limits
+from planner_svc.server import PlannerServer
+from planner_svc.servicer import ServedModel
+from svc_common import config as configuration
+from svc_common.config import Config, ConfigError
+from svc_common.grpc_server import configure_logging, until_stop_signal
+from svc_common.model.read_spec import read_spec
+from svc_common.model.spec import ModelSpec, UnsupportedModelError
+from svc_common.model.store import ModelFiles, ModelNotFoundError, resolve
+from svc_common.model.tokenizer import load_tokenizer
+
+SERVICE = "planner_svc"
+DRAIN_GRACE_S = 30.0
+"""Requests in hand at SIGTERM may go on for so long."""
+_TEXT_BYTES_PER_TOKEN_BYTE = 4
+"""Normalisation may shorten a text before it is cut into tokens, but not by more."""
+
+logger = logging.getLogger(SERVICE)
+
+
+def describe(config: Config, files: ModelFiles, spec: ModelSpec) -> ServedModel:
+    """The model as it is served. Raises ConfigError and UnsupportedModelError."""
+    max_sequence_tokens = config.planner.max_sequence_tokens or spec.context_tokens
+    if max_sequence_tokens > spec.context_tokens:
+        raise ConfigError(
+            f"planner.max_sequence_tokens must be at most {spec.context_tokens}, the model's context, "
+            f"is {max_sequence_tokens}"
+        )
+    tokenizer = load_tokenizer(files)
+    longest = max(1, tokenizer.longest_token_bytes)
+    return ServedModel(
+        name=config.model.name or files.name,
+        spec=spec,
+        tokenizer=tokenizer,
+        limits=Limits(
+            vocab_size=spec.vocab_size,
+            max_sequence_tokens=max_sequence_tokens,
+            max_text_bytes=_TEXT_BYTES_PER_TOKEN_BYTE * longest * max_sequence_tokens,
+        ),
+        eos_token_ids=tuple(sorted({*spec.eos_token_ids, *tokenizer.eos_token_ids})),
+        block_tokens=config.kv.block_tokens,
+        version=_version(),
+    )
+
+
+def _version() -> str:
+    """Of the installed package."""
+    try:
+        return metadata.version("neoflex")
+    except metadata.PackageNotFoundError:
+        return "uninstalled"
+
+
+async def serve(config: Config, model: ServedModel) -> None:
+    """Until SIGTERM or SIGINT, and then until the requests in hand have ended."""
+    server = PlannerServer(config, model)
+    await server.start()
+    logger.info("listening on %s, model %s, mode %s", server.address, model.name, config.planner.mode)
+    await until_stop_signal()
+    logger.info("draining")
+    await server.stop(DRAIN_GRACE_S)
+    logger.info("stopped")
+
+
+def main() -> None:
+    config = configuration.load_from_argv(SERVICE)
+    configure_logging(SERVICE)
+    try:
+        files = resolve(config.model.source)
+        model = describe(config, files, read_spec(files))
+        asyncio.run(serve(config, model))
+    except (ConfigError, ModelNotFoundError, UnsupportedModelError, RuntimeError) as error:
+        print(f"{SERVICE}: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

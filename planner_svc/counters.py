@@ -1,0 +1,65 @@
+"""What the engine counts: sums over results, requests at the door, and how fast requests end."""
+
+from collections import deque
+from dataclasses import dataclass
+
+from planner_svc.plan import IterationResult
+
+_MIN_RETRY_S, _MAX_RETRY_S = 0.1, 30.0
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since the planner started. Iterations and recomputed tokens are counted by the scheduler."""
+
+    accepted_requests: int = 0
+    finished_requests: int = 0
+    refused_requests: int = 0
+    gpu_attended_tokens: int = 0
+    cpu_attended_tokens: int = 0
+    swapped_out_bytes: int = 0
+    swapped_in_bytes: int = 0
+    executor_busy_ns: int = 0
+    cpu_wait_ns: int = 0
+    cpu_attention_ns: int = 0
+    planning_ns: int = 0
+
+    def add(self, result: IterationResult) -> None:
+        self.gpu_attended_tokens += result.gpu_attended_tokens
+        self.cpu_attended_tokens += result.cpu_attended_tokens
+        self.swapped_out_bytes += result.swapped_out_bytes
+        self.swapped_in_bytes += result.swapped_in_bytes
+        self.executor_busy_ns += result.timings.total_ns
+        self.cpu_wait_ns += result.timings.cpu_wait_ns
+        self.cpu_attention_ns += result.timings.cpu_attention_ns
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The load at one moment."""
+
+    num_waiting: int = 0
+    num_running: int = 0
+    max_waiting: int = 0
+    gpu_blocks_used: int = 0
+    gpu_blocks: int = 0
+    host_blocks_used: int = 0
+    host_blocks: int = 0
+
+
+class FinishRate:
+    """How fast requests have ended of late: a place in a full queue comes free at this rate."""
+
+    def __init__(self) -> None:
+        self._ends_s: deque[float] = deque(maxlen=32)
+
+    def add(self, now_s: float) -> None:
+        """A request has ended."""
+        self._ends_s.append(now_s)
+
+    def retry_after_s(self, now_s: float) -> float:
+        """Seconds until a place is likely to be free; 1 where nothing is known."""
+        if not self._ends_s:
+            return 1.0
+        per_end_s = (now_s - self._ends_s[0]) / len(self._ends_s)
+        return min(max(per_end_s, _MIN_RETRY_S), _MAX_RETRY_S)

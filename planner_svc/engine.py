@@ -1,0 +1,269 @@
+"""The requests being served: from the door into the scheduler, and from its tokens back to each caller.
+
+No I/O: ExecutorLoop moves plans and results, the servicer moves messages. All methods run on the event loop's thread.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterable
+
+from planner_svc.counters import Counters, FinishRate, Load
+from planner_svc.estimator import Estimator
+from planner_svc.generation import EndReason, Generation, GenerationRequest
+from planner_svc.plan import IterationPlan, IterationResult
+from planner_svc.scheduler import (
+    AdmissionError,
+    AdmissionReason,
+    Capacity,
+    ModePolicy,
+    Scheduler,
+    SequenceRequest,
+    TokenEvent,
+)
+from planner_svc.scheduler import Counters as SchedulerCounters
+from planner_svc.scheduler.admission import largest_tier_tokens
+from svc_common.errors import ServiceError, already_exists, invalid_argument, resource_exhausted, unavailable
+from svc_common.model.tokenizer import Tokenizer
+
+STALLED_AFTER_S = 30.0
+"""Longer than any iteration plausibly takes."""
+_RETRY_S = 1.0
+"""When to come back where nothing better is known."""
+
+
+class Engine:
+    """Every accepted request ends exactly once: finished, failed, or withdrawn because its caller has gone."""
+
+    def __init__(self, tokenizer: Tokenizer, mode: ModePolicy, max_waiting: int, expects_host: bool) -> None:
+        """`expects_host`: a CPU attention service is configured, so that its absence is a passing state."""
+        self._tokenizer = tokenizer
+        self._mode = mode
+        self._max_waiting = max_waiting
+        self._expects_host = expects_host
+        self._scheduler: Scheduler | None = None
+        self._capacity: Capacity | None = None
+        self._is_open = False
+        self._draining = False
+        self._by_request: dict[str, Generation] = {}
+        self._by_sequence: dict[int, Generation] = {}
+        self._recomputations: dict[int, int] = {}
+        """Of sequences that have ended in the scheduler while their last tokens are still to be delivered."""
+        self._timers: dict[int, asyncio.TimerHandle] = {}
+        self._last_progress_s = 0.0
+        self._finish_rate = FinishRate()
+        self.counters = Counters()
+        self.wake = asyncio.Event()
+        """Set when there may be something to plan."""
+        self.idle = asyncio.Event()
+        """Set while no request is in hand."""
+        self.idle.set()
+
+    # --- what callers ask
+
+    def check_open(self, request_id: str) -> None:
+        """Raises ServiceError where a request with this id would be refused now, whatever it holds."""
+        if self._draining:
+            raise unavailable("DRAINING", "the server is shutting down", _RETRY_S)
+        if self._scheduler is None or not self._is_open:
+            raise unavailable(
+                "LOADING", "the model is being loaded, or its executor has been lost and is awaited", _RETRY_S
+            )
+        if request_id in self._by_request:
+            raise already_exists("REQUEST_ID_IN_USE", f"request {request_id!r} is running")
+        if self._scheduler.num_waiting >= self._max_waiting:
+            raise self._queue_full(self._max_waiting)
+
+    def submit(self, request: GenerationRequest, prompt_field: str) -> Generation:
+        """Accepts a request. Raises ServiceError; `prompt_field` is what to name where the prompt is too long."""
+        self.check_open(request.request_id)
+        assert self._scheduler is not None
+        sequence = SequenceRequest(request.prompt, request.max_tokens, request.sampling, request.end_token_ids)
+        now_s = time.monotonic()
+        try:
+            sequence_id = self._scheduler.add(sequence, now_s)
+        except AdmissionError as error:
+            raise self._refusal(error, prompt_field) from error
+        generation = Generation(request, sequence_id, self._tokenizer)
+        if not self._by_request:
+            self._last_progress_s = now_s
+        self._by_request[request.request_id] = self._by_sequence[sequence_id] = generation
+        self.idle.clear()
+        if request.time_limit_s is not None:
+            left_s = request.arrival_ns * 1e-9 + request.time_limit_s - now_s
+            loop = asyncio.get_running_loop()
+            self._timers[sequence_id] = loop.call_later(left_s, self._finish, generation, EndReason.TIME_LIMIT)
+        self.counters.accepted_requests += 1
+        self.wake.set()
+        return generation
+
+    def withdraw(self, generation: Generation) -> None:
+        """The caller has gone: frees what the request holds. Does nothing where it has ended."""
+        self._remove(generation)
+
+    def abort(self, request_ids: Iterable[str]) -> tuple[str, ...]:
+        """Ends requests by id; returns those that were running."""
+        found = [
+            self._by_request[request_id] for request_id in dict.fromkeys(request_ids) if request_id in self._by_request
+        ]
+        for generation in found:
+            self._finish(generation, EndReason.ABORT)
+        return tuple(generation.request.request_id for generation in found)
+
+    @property
+    def room_tokens(self) -> int:
+        """Tokens of prompt and answer that the KV cache has room for in one sequence."""
+        # The last token is sent and never attended: it needs no room.
+        return largest_tier_tokens(self._capacity, self._mode) + 1 if self._capacity else 0
+
+    # --- what ExecutorLoop asks
+
+    def open(self, capacity: Capacity, estimator: Estimator, epoch: int, lose_host: bool = False) -> None:
+        """An epoch begins, with requests in hand or without; those that cannot go on in it fail."""
+        if self._scheduler is None:
+            self._scheduler = Scheduler(capacity, estimator, self._mode, self._max_waiting, epoch)
+            lost: tuple[int, ...] = ()
+        else:
+            lost = self._scheduler.reset(capacity, estimator, epoch, lose_host)
+        self._capacity = capacity
+        self._is_open = True
+        self._last_progress_s = time.monotonic()
+        error = unavailable(
+            "CPU_ATTENTION_LOST", "the request's KV cache was lost with the CPU attention service", _RETRY_S
+        )
+        for sequence_id in lost:
+            self._fail(self._by_sequence[sequence_id], error)
+        self.wake.set()
+
+    def close(self, error: ServiceError) -> None:
+        """No executor: every request fails, and new ones are refused until `open`."""
+        self._is_open = False
+        self.fail_all(error)
+
+    def abandon(self, error: ServiceError) -> None:
+        """The scheduler's state can't be trusted any more: as `close`, and the next epoch begins with a new one."""
+        self._scheduler = None
+        self.close(error)
+
+    def fail_all(self, error: ServiceError) -> None:
+        """Every request in hand fails; new ones are still accepted."""
+        for generation in list(self._by_request.values()):
+            self._fail(generation, error)
+
+    def plan(self) -> IterationPlan | None:
+        """What to run next, if anything."""
+        assert self._scheduler is not None
+        start_ns = time.monotonic_ns()
+        plan = self._scheduler.plan(start_ns * 1e-9)
+        self.counters.planning_ns += time.monotonic_ns() - start_ns
+        return plan
+
+    def apply(self, result: IterationResult) -> tuple[TokenEvent, ...]:
+        """Advances the sequences; the tokens are still to be delivered. The result is no failure."""
+        assert self._scheduler is not None
+        self._last_progress_s = time.monotonic()
+        self.counters.add(result)
+        tokens = self._scheduler.apply(result).tokens
+        for token in tokens:
+            if token.finish:  # The scheduler forgets it with the next plan.
+                self._recomputations[token.sequence_id] = self._scheduler.recomputations(token.sequence_id)
+        return tokens
+
+    def deliver(self, tokens: Iterable[TokenEvent]) -> None:
+        """Gives tokens to their requests, and ends those that are complete."""
+        now_ns = time.monotonic_ns()
+        for token in tokens:
+            generation = self._by_sequence.get(token.sequence_id)
+            if generation is None:  # Ended since the result was applied.
+                continue
+            ends = token.finish == "end_token"
+            stop = generation.push(token.token_id, token.logprobs, ends, now_ns)
+            if ends:
+                self._finish(generation, EndReason.END_TOKEN, token.token_id)
+            elif stop is not None:
+                self._finish(generation, EndReason.STOP_TEXT, stop)
+            elif token.finish == "length":
+                self._finish(generation, EndReason.LENGTH)
+
+    def drain(self) -> None:
+        """Accepts nothing more; `idle` tells when the requests in hand have ended."""
+        self._draining = True
+
+    # --- what health and load balancers ask
+
+    def is_alive(self) -> bool:
+        """False where there is work and none of it has got ahead for STALLED_AFTER_S."""
+        waits = self._is_open and bool(self._by_request)
+        return not waits or time.monotonic() - self._last_progress_s < STALLED_AFTER_S
+
+    def is_ready(self) -> bool:
+        """Whether a request would be served now."""
+        # Without a tier there is no room: a host-only server whose CPU attention service is lost.
+        return self._is_open and not self._draining and self.room_tokens > 1 and self.is_alive()
+
+    def load(self) -> Load:
+        scheduler, capacity = self._scheduler, self._capacity
+        if scheduler is None or capacity is None:
+            return Load(max_waiting=self._max_waiting)
+        return Load(
+            num_waiting=scheduler.num_waiting,
+            num_running=scheduler.num_running,
+            max_waiting=self._max_waiting,
+            gpu_blocks_used=scheduler.gpu_blocks_used,
+            gpu_blocks=capacity.gpu_blocks,
+            host_blocks_used=scheduler.host_blocks_used,
+            host_blocks=capacity.host_blocks,
+        )
+
+    def scheduler_counters(self) -> SchedulerCounters:
+        """What the scheduler has counted since the planner started."""
+        return self._scheduler.counters if self._scheduler else SchedulerCounters()
+
+    # --- how requests end
+
+    def _finish(self, generation: Generation, reason: EndReason, matched: str | int | None = None) -> None:
+        recomputations = self._remove(generation)
+        if recomputations is not None:
+            generation.finish(reason, matched, recomputations, time.monotonic_ns())
+
+    def _fail(self, generation: Generation, error: ServiceError) -> None:
+        if self._remove(generation) is not None:
+            generation.fail(error)
+
+    def _remove(self, generation: Generation) -> int | None:
+        """Frees what the request holds; returns how often it was recomputed, or None where it had ended before."""
+        if self._by_sequence.pop(generation.sequence_id, None) is None:
+            return None
+        del self._by_request[generation.request.request_id]
+        timer = self._timers.pop(generation.sequence_id, None)
+        if timer:
+            timer.cancel()
+        recomputations = self._recomputations.pop(generation.sequence_id, 0)
+        if self._scheduler is not None:
+            recomputations = recomputations or self._scheduler.recomputations(generation.sequence_id)
+            self._scheduler.finish(generation.sequence_id)
+        self.counters.finished_requests += 1
+        self._finish_rate.add(time.monotonic())
+        if not self._by_request:
+            self.idle.set()
+        self.wake.set()  # The executor is to be told.
+        return recomputations
+
+    def _refusal(self, error: AdmissionError, prompt_field: str) -> ServiceError:
+        if error.reason is AdmissionReason.QUEUE_FULL:
+            return self._queue_full(error.limit)
+        if error.reason is AdmissionReason.EXCEEDS_KV and self._expects_host and not self._has_host():
+            text = "the request needs the KV cache of the CPU attention service, which is not attached now"
+            return unavailable("CPU_ATTENTION_LOST", text, _RETRY_S)
+        field = prompt_field if error.field == "prompt" else "request.stopping.max_tokens"
+        what = "context" if error.reason is AdmissionReason.EXCEEDS_CONTEXT else "KV cache"
+        text = f"prompt and answer must be at most {error.limit} tokens together: the {what} holds no more"
+        return invalid_argument(field, text, error.reason.name)
+
+    def _has_host(self) -> bool:
+        return self._capacity is not None and self._capacity.host_blocks > 0
+
+    def _queue_full(self, limit: int) -> ServiceError:
+        text = f"{limit} requests are waiting already"
+        return resource_exhausted(
+            "QUEUE_FULL", text, "planner.max_waiting_requests", self._finish_rate.retry_after_s(time.monotonic())
+        )

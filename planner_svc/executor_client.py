@@ -1,0 +1,163 @@
+"""The planner's end of the two inner services: epochs, plans and results with gpu_svc, a look at cpu_attn_svc."""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import grpc
+
+from neoflex.v1 import cpu_attention_pb2, cpu_attention_pb2_grpc, executor_pb2, executor_pb2_grpc
+from planner_svc import wire
+from planner_svc.estimator import OperationTables
+from planner_svc.plan import IterationPlan, IterationResult
+from svc_common.grpc_server import CHANNEL_OPTIONS
+
+_OPTIONS = [
+    *CHANNEL_OPTIONS,
+    # A service that restarts is found again within a second.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+]
+_PROFILE_S = 900.0
+"""Profiling a large model on a slow device takes minutes."""
+_OPEN_S = 60.0
+_PROBE_S = 1.0
+
+
+class ExecutorLostError(Exception):
+    """gpu_svc does not answer, or answers what it should not. Its sequences are gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpochLimits:
+    """What the planner promises to keep within."""
+
+    max_sequences: int
+    max_batch_tokens: int
+    max_sequence_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What an epoch has to work with."""
+
+    device: str
+    compute_dtype: str
+    kv_dtype: str
+    block_bytes: int
+    gpu_blocks: int
+    host_blocks: int
+    """0 where no CPU attention service is attached."""
+    cpu_attention_error: str
+    cpu_attention_threads: int
+
+
+class ExecutorClient:
+    """Talks to gpu_svc. All methods raise ExecutorLostError when it does not answer."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+        self._stub = executor_pb2_grpc.ExecutorServiceStub(self._channel)  # type: ignore[no-untyped-call]
+
+    async def last_epoch(self, timeout_s: float) -> int:
+        """The latest epoch that gpu_svc has seen; waits up to `timeout_s` for the service."""
+        try:
+            status = await self._stub.GetExecutorStatus(
+                executor_pb2.GetExecutorStatusRequest(), timeout=timeout_s, wait_for_ready=True
+            )
+        except grpc.aio.AioRpcError as error:
+            raise _lost(error) from error
+        return int(status.epoch)
+
+    async def open_epoch(
+        self, epoch: int, limits: EpochLimits, profile: bool
+    ) -> tuple[Placement, OperationTables | None]:
+        """Starts an epoch; with measured tables where `profile` is set."""
+        request = executor_pb2.OpenEpochRequest(
+            epoch=epoch,
+            max_sequences=limits.max_sequences,
+            max_batch_tokens=limits.max_batch_tokens,
+            max_sequence_tokens=limits.max_sequence_tokens,
+            profile=profile,
+        )
+        try:
+            opened = await self._stub.OpenEpoch(request, timeout=_PROFILE_S if profile else _OPEN_S)
+        except grpc.aio.AioRpcError as error:
+            raise _lost(error) from error
+        placement = Placement(
+            device=opened.device,
+            compute_dtype=opened.compute_dtype,
+            kv_dtype=opened.kv_dtype,
+            block_bytes=opened.block_bytes,
+            gpu_blocks=opened.gpu_blocks,
+            host_blocks=opened.host_blocks,
+            cpu_attention_error=opened.cpu_attention_error,
+            cpu_attention_threads=opened.cpu_attention_threads,
+        )
+        return placement, wire.tables_from_message(opened.tables) if opened.HasField("tables") else None
+
+    def execute(self) -> "PlanStream":
+        """A stream for the plans of one epoch."""
+        return PlanStream(self._stub.Execute())
+
+    async def close(self) -> None:
+        await self._channel.close(grace=None)
+
+
+class PlanStream:
+    """Plans down, results up, in order."""
+
+    def __init__(self, call: "grpc.aio.StreamStreamCall[executor_pb2.ExecuteRequest, executor_pb2.ExecuteResponse]"):
+        self._call = call
+
+    async def send(self, plan: IterationPlan) -> None:
+        try:
+            await self._call.write(executor_pb2.ExecuteRequest(plan=wire.plan_to_message(plan)))
+        except grpc.aio.AioRpcError as error:
+            raise _lost(error) from error
+
+    async def results(self) -> AsyncIterator[IterationResult]:
+        """Never ends but by ExecutorLostError."""
+        try:
+            async for response in self._call:
+                yield wire.result_from_message(response.result)
+        except grpc.aio.AioRpcError as error:
+            raise _lost(error) from error
+        except ValueError as error:
+            raise ExecutorLostError(f"a result contradicts itself: {error}") from error
+        raise ExecutorLostError("the stream of results has ended")
+
+    def close(self) -> None:
+        self._call.cancel()
+
+
+class HostClient:
+    """Looks at cpu_attn_svc: is it there, and whose region does it hold. gpu_svc alone works with it."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+        self._stub = cpu_attention_pb2_grpc.CpuAttentionServiceStub(  # type: ignore[no-untyped-call]
+            self._channel
+        )
+
+    async def region_epoch(self) -> int | None:
+        """Epoch of its region, 0 where it has none; None where nobody listens.
+
+        Raises TimeoutError where it is too slow to answer: busy, perhaps, and so not known to be lost.
+        """
+        try:
+            status = await self._stub.GetCpuAttentionStatus(
+                cpu_attention_pb2.GetCpuAttentionStatusRequest(), timeout=_PROBE_S
+            )
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise TimeoutError from error
+            return None
+        return int(status.epoch)
+
+    async def close(self) -> None:
+        await self._channel.close(grace=None)
+
+
+def _lost(error: grpc.aio.AioRpcError) -> ExecutorLostError:
+    return ExecutorLostError(f"{error.code().name}: {error.details()}")

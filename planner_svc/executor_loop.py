@@ -1,0 +1,260 @@
+"""Keeps the executor busy: one plan runs and one waits, epoch after epoch, whatever becomes of the other services."""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from enum import Enum
+
+from planner_svc.engine import Engine
+from planner_svc.estimator import Estimator, OperationTables
+from planner_svc.executor_client import (
+    EpochLimits,
+    ExecutorClient,
+    ExecutorLostError,
+    HostClient,
+    Placement,
+    PlanStream,
+)
+from planner_svc.plan import ExecutionError, IterationResult
+from planner_svc.scheduler import Capacity, TokenEvent
+from svc_common.errors import unavailable
+
+PLANS_AHEAD = 2
+"""One runs, one waits."""
+_CONNECT_S = 10.0
+_RETRY_S = 1.0
+_PROBE_EVERY_S = 1.0
+_MAX_ATTACH_DELAY_S = 60.0
+
+logger = logging.getLogger(__name__)
+
+
+class EpochEnd(Enum):
+    """Why an epoch is over though the executor is well."""
+
+    HOST_LOST = "the CPU attention service is lost"
+    HOST_BACK = "the CPU attention service can be attached again"
+    FAILED = "an iteration failed"
+
+
+class ExecutorLoop:
+    """Owns the connections to gpu_svc and, to look at it only, cpu_attn_svc."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        executor: ExecutorClient,
+        host: HostClient | None,
+        limits: EpochLimits,
+        block_tokens: int,
+        make_estimator: Callable[[OperationTables], Estimator],
+    ) -> None:
+        """`host` is None where no CPU attention service is configured."""
+        self._engine = engine
+        self._executor = executor
+        self._host = host
+        self._limits = limits
+        self._block_tokens = block_tokens
+        self._make_estimator = make_estimator
+        self._tables: OperationTables | None = None
+        self._capacity: Capacity | None = None
+        self._estimator: Estimator | None = None
+        self._epoch = time.time_ns()  # Later than any epoch of a planner before this one.
+        self._driving = False
+        self._requested_end: EpochEnd | None = None
+        self._attach_delay_s = _PROBE_EVERY_S
+        self._next_attach_s = 0.0
+        self.placement: Placement | None = None
+        """Of the latest epoch; None before the first."""
+
+    async def run(self) -> None:
+        """Never returns; to be cancelled."""
+        watcher = asyncio.create_task(self._watch_host(self._host)) if self._host else None
+        try:
+            while True:
+                await self._serve_until_lost()
+                await asyncio.sleep(_RETRY_S)
+        finally:
+            if watcher:
+                watcher.cancel()
+
+    async def _serve_until_lost(self) -> None:
+        """From finding the executor to losing it."""
+        try:
+            await self._connect()
+            await self._open(profile=True)
+            while True:
+                await self._next_epoch(await self._drive())
+        except ExecutorLostError as error:
+            logger.error("executor lost: %s", error)
+            self._engine.close(unavailable("EXECUTOR_LOST", "the executor was lost; it is awaited", _RETRY_S))
+        except Exception:
+            logger.exception("the engine failed; all requests end and the executor is opened afresh")
+            self._engine.abandon(unavailable("ENGINE_FAILED", "the engine failed and is restarting", _RETRY_S))
+
+    async def _connect(self) -> None:
+        """Waits for gpu_svc; before the first epoch for cpu_attn_svc too, so that start-up order does not matter."""
+        if self._host and self.placement is None:
+            await self._until_host_answers(self._host)
+        while True:
+            try:
+                # Later than what another planner with a faster clock may have opened.
+                self._epoch = max(self._epoch, await self._executor.last_epoch(_CONNECT_S))
+                return
+            except ExecutorLostError as error:
+                logger.info("waiting for the executor: %s", error)
+                await asyncio.sleep(_RETRY_S)
+
+    async def _open(self, profile: bool) -> None:
+        """Opens the next epoch and hands it to the engine. Raises ExecutorLostError."""
+        self._epoch += 1
+        placement, tables = await self._executor.open_epoch(self._epoch, self._limits, profile)
+        self._note_attachment(placement)
+        if placement.host_blocks == 0 and self._host and self.placement is None:
+            raise ExecutorLostError(f"no CPU attention at the first start: {placement.cpu_attention_error}")
+        if tables is not None:
+            self._tables = tables
+            self._estimator = self._make_estimator(tables)
+        if self._estimator is None:
+            raise ExecutorLostError("the executor measured no tables")
+        self._capacity = Capacity(
+            gpu_blocks=placement.gpu_blocks,
+            host_blocks=placement.host_blocks,
+            block_tokens=self._block_tokens,
+            max_sequences=self._limits.max_sequences,
+            max_batch_tokens=self._limits.max_batch_tokens,
+            max_sequence_tokens=self._limits.max_sequence_tokens,
+            block_bytes=placement.block_bytes,
+        )
+        self.placement = placement
+        logger.info(
+            "epoch %d: %s, %s, KV %s, %d GPU blocks, %d host blocks of %d tokens, %d CPU attention threads%s",
+            self._epoch,
+            placement.device,
+            placement.compute_dtype,
+            placement.kv_dtype,
+            placement.gpu_blocks,
+            placement.host_blocks,
+            self._block_tokens,
+            placement.cpu_attention_threads,
+            f"; {placement.cpu_attention_error}" if placement.cpu_attention_error else "",
+        )
+        self._engine.open(self._capacity, self._estimator, self._epoch)
+
+    async def _next_epoch(self, end: EpochEnd) -> None:
+        """Carries the requests in hand over into a new epoch."""
+        logger.warning("epoch %d ends: %s", self._epoch, end.value)
+        if end is EpochEnd.FAILED:
+            self._engine.fail_all(unavailable("EXECUTION_FAILED", "the executor failed at an iteration", _RETRY_S))
+        if end is EpochEnd.HOST_LOST:
+            # At once, so that callers are told before the executor has given up on the service.
+            assert self._capacity is not None
+            assert self._estimator is not None
+            self._epoch += 1
+            self._engine.open(self._capacity, self._estimator, self._epoch, lose_host=True)
+        # Tables measured without the host say nothing about attention there.
+        assert self._tables is not None
+        await self._open(profile=end is EpochEnd.HOST_BACK and not self._tables.cpu_decode)
+
+    async def _drive(self) -> EpochEnd:
+        """Feeds plans and takes results until the epoch is over. Raises ExecutorLostError."""
+        stream = self._executor.execute()
+        results: deque[IterationResult | Exception] = deque()
+        reader = asyncio.create_task(self._read(stream, results))
+        self._requested_end = None
+        self._driving = True
+        try:
+            return await self._exchange(stream, results)
+        finally:
+            self._driving = False
+            reader.cancel()
+            stream.close()
+
+    async def _exchange(self, stream: PlanStream, results: "deque[IterationResult | Exception]") -> EpochEnd:
+        num_in_flight = 0
+        self._engine.wake.set()
+        while True:
+            await self._engine.wake.wait()
+            self._engine.wake.clear()
+            tokens: list[TokenEvent] = []
+            end = self._requested_end
+            while results and end is None:
+                result = results.popleft()
+                if isinstance(result, Exception):
+                    self._engine.deliver(tokens)
+                    raise result
+                if result.error is not None:
+                    end = self._end_of(result)
+                else:
+                    num_in_flight -= 1
+                    tokens += self._engine.apply(result)
+            # Plan first: the executor must not wait while text is made of tokens.
+            while end is None and num_in_flight < PLANS_AHEAD and (plan := self._engine.plan()):
+                await stream.send(plan)
+                num_in_flight += 1
+            self._engine.deliver(tokens)
+            if end is not None:
+                return end
+
+    async def _read(self, stream: PlanStream, results: "deque[IterationResult | Exception]") -> None:
+        """Puts what the executor sends, its loss included, where the loop finds it."""
+        try:
+            async for result in stream.results():
+                results.append(result)
+                self._engine.wake.set()
+        except Exception as error:
+            results.append(error)
+            self._engine.wake.set()
+
+    @staticmethod
+    def _end_of(result: IterationResult) -> EpochEnd:
+        assert result.error is not None
+        logger.error("iteration %d failed: %s: %s", result.iteration, result.error.value, result.error_message)
+        return EpochEnd.HOST_LOST if result.error is ExecutionError.CPU_ATTENTION_LOST else EpochEnd.FAILED
+
+    # --- the CPU attention service
+
+    async def _watch_host(self, host: HostClient) -> None:
+        """Each second: has an attached service gone or restarted, has one that was missed come back?"""
+        while True:
+            await asyncio.sleep(_PROBE_EVERY_S)
+            epoch = self._epoch
+            with contextlib.suppress(TimeoutError):
+                region_epoch = await host.region_epoch()
+                if self._driving and self._epoch == epoch:
+                    self._compare(region_epoch)
+
+    def _compare(self, region_epoch: int | None) -> None:
+        """`region_epoch` is what the service holds, None where nobody answers."""
+        assert self._capacity is not None
+        if self._capacity.host_blocks > 0:
+            if region_epoch != self._epoch:
+                self._request_end(EpochEnd.HOST_LOST)
+        elif region_epoch is not None and time.monotonic() >= self._next_attach_s:
+            self._request_end(EpochEnd.HOST_BACK)
+
+    def _request_end(self, end: EpochEnd) -> None:
+        self._requested_end = end
+        self._engine.wake.set()
+
+    def _note_attachment(self, placement: Placement) -> None:
+        """Each failure to attach a service that answers doubles the time to the next try: a try stops all work."""
+        if placement.host_blocks > 0:
+            self._attach_delay_s = _PROBE_EVERY_S
+        else:
+            self._next_attach_s = time.monotonic() + self._attach_delay_s
+            self._attach_delay_s = min(2 * self._attach_delay_s, _MAX_ATTACH_DELAY_S)
+
+    @staticmethod
+    async def _until_host_answers(host: HostClient) -> None:
+        for attempt in itertools.count():
+            with contextlib.suppress(TimeoutError):
+                if await host.region_epoch() is not None:
+                    return
+            if attempt % 10 == 9:
+                logger.info("waiting for the CPU attention service")
+            await asyncio.sleep(_RETRY_S)

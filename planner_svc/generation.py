@@ -1,0 +1,164 @@
+"""One request between its acceptance and its end: the engine puts tokens in, one servicer coroutine takes them out."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from enum import Enum
+
+from planner_svc.plan import Sampling, TokenLogprobs
+from planner_svc.text import AnswerText
+from svc_common.errors import ServiceError
+from svc_common.model.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """What the engine is asked to generate, checked and with every default resolved."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    max_tokens: int
+    stops: tuple[str, ...]
+    end_token_ids: frozenset[int]
+    """The model's own unless ignored, and the caller's."""
+    time_limit_s: float | None
+    """From arrival."""
+    arrival_ns: int
+    """time.monotonic_ns() when the call came in."""
+
+
+class EndReason(Enum):
+    END_TOKEN = "end_token"
+    STOP_TEXT = "stop_text"
+    LENGTH = "length"
+    TIME_LIMIT = "time_limit"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """A token and its log-probabilities."""
+
+    token_id: int
+    logprobs: TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What is new since the delta before."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    positions: tuple[Position, ...]
+    """One per token, where log-probabilities were asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """How a request ended, and what it took."""
+
+    reason: EndReason
+    matched: str | int | None
+    """The stop text or end token, where one ended it."""
+    prompt_tokens: int
+    completion_tokens: int
+    time_to_first_token_ns: int
+    """0 where there was no token."""
+    duration_ns: int
+    recomputations: int
+
+
+class Generation:
+    """Deltas wait here until they are taken and are merged meanwhile, so a slow reader holds up nobody."""
+
+    def __init__(self, request: GenerationRequest, sequence_id: int, tokenizer: Tokenizer) -> None:
+        self.request = request
+        self.sequence_id = sequence_id
+        self._answer = AnswerText(tokenizer, request.stops)
+        self._text: list[str] = []
+        self._token_ids: list[int] = []
+        self._positions: list[Position] = []
+        self._num_tokens = 0
+        self._first_token_ns = 0
+        self._outcome: Finished | ServiceError | None = None
+        self._changed = asyncio.Event()
+        self._ended = asyncio.Event()
+
+    # --- the engine's side
+
+    def push(self, token_id: int, logprobs: TokenLogprobs | None, is_end: bool, now_ns: int) -> str | None:
+        """Takes a token; returns the stop text it completes. An end token counts but adds no text."""
+        if not self._num_tokens:
+            self._first_token_ns = now_ns
+        self._num_tokens += 1
+        self._token_ids.append(token_id)
+        if logprobs is not None:
+            self._positions.append(Position(token_id, logprobs))
+        if not is_end:
+            self._text.append(self._answer.push(token_id))
+        self._changed.set()
+        return self._answer.matched
+
+    def finish(self, reason: EndReason, matched: str | int | None, recomputations: int, now_ns: int) -> None:
+        """Ends it well; text that was held back goes out unless it is the stop text."""
+        self._text.append(self._answer.rest())
+        arrival_ns = self.request.arrival_ns
+        self._end(
+            Finished(
+                reason=reason,
+                matched=matched,
+                prompt_tokens=len(self.request.prompt),
+                completion_tokens=self._num_tokens,
+                time_to_first_token_ns=self._first_token_ns - arrival_ns if self._num_tokens else 0,
+                duration_ns=now_ns - arrival_ns,
+                recomputations=recomputations,
+            )
+        )
+
+    def fail(self, error: ServiceError) -> None:
+        """Ends it with an error, after the deltas so far."""
+        self._end(error)
+
+    def _end(self, outcome: Finished | ServiceError) -> None:
+        self._outcome = outcome
+        self._changed.set()
+        self._ended.set()
+
+    # --- the servicer's side
+
+    async def deltas(self) -> AsyncIterator[Delta]:
+        """What is generated, as it comes. Raises ServiceError where the request failed."""
+        while True:
+            delta = self._take()
+            if delta.token_ids or delta.text:
+                yield delta
+            elif self._outcome is None:
+                await self._changed.wait()
+                self._changed.clear()
+            else:
+                self._raise_failure()
+                return
+
+    async def whole(self) -> Delta:
+        """The whole answer, once it has ended. Raises ServiceError where the request failed."""
+        await self._ended.wait()
+        self._raise_failure()
+        return self._take()
+
+    @property
+    def finished(self) -> Finished:
+        """How it ended; to be asked for after the last delta."""
+        assert isinstance(self._outcome, Finished)
+        return self._outcome
+
+    def _take(self) -> Delta:
+        delta = Delta("".join(self._text), tuple(self._token_ids), tuple(self._positions))
+        self._text.clear()
+        self._token_ids.clear()
+        self._positions.clear()
+        return delta
+
+    def _raise_failure(self) -> None:
+        if isinstance(self._outcome, ServiceError):
+            raise self._outcome

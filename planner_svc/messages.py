@@ -1,0 +1,83 @@
+"""Turns what the engine says into the messages of inference.proto."""
+
+from collections.abc import Iterable
+
+from neoflex.v1 import inference_pb2 as pb
+from planner_svc.counters import Counters, Load
+from planner_svc.generation import Delta, EndReason, Finished, Position
+from planner_svc.scheduler import Counters as SchedulerCounters
+
+_REASONS = {
+    EndReason.END_TOKEN: pb.FINISH_REASON_STOP,
+    EndReason.STOP_TEXT: pb.FINISH_REASON_STOP,
+    EndReason.LENGTH: pb.FINISH_REASON_LENGTH,
+    EndReason.TIME_LIMIT: pb.FINISH_REASON_TIME_LIMIT,
+    EndReason.ABORT: pb.FINISH_REASON_ABORT,
+}
+
+
+def delta_message(delta: Delta) -> pb.GenerationDelta:
+    return pb.GenerationDelta(text=delta.text, token_ids=delta.token_ids, logprobs=position_messages(delta.positions))
+
+
+def position_messages(positions: Iterable[Position]) -> list[pb.PositionLogprobs]:
+    return [
+        pb.PositionLogprobs(
+            chosen=pb.TokenLogprob(token_id=position.token_id, logprob=position.logprobs.chosen),
+            top=[pb.TokenLogprob(token_id=token, logprob=logprob) for token, logprob in position.logprobs.top],
+        )
+        for position in positions
+    ]
+
+
+def finish_message(finished: Finished) -> pb.Finish:
+    reason = _REASONS[finished.reason]
+    if isinstance(finished.matched, str):
+        return pb.Finish(reason=reason, stop=finished.matched)
+    if finished.matched is not None:
+        return pb.Finish(reason=reason, stop_token_id=finished.matched)
+    return pb.Finish(reason=reason)
+
+
+def usage_message(finished: Finished) -> pb.Usage:
+    return pb.Usage(
+        prompt_tokens=finished.prompt_tokens,
+        completion_tokens=finished.completion_tokens,
+        time_to_first_token_ns=finished.time_to_first_token_ns,
+        duration_ns=finished.duration_ns,
+        recomputations=finished.recomputations,
+    )
+
+
+def counters_message(counters: Counters, scheduler: SchedulerCounters) -> pb.ServerCounters:
+    return pb.ServerCounters(
+        gpu_only_iterations=scheduler.gpu_only_iterations,
+        asymmetric_iterations=scheduler.asymmetric_iterations,
+        gpu_attended_tokens=counters.gpu_attended_tokens,
+        cpu_attended_tokens=counters.cpu_attended_tokens,
+        swapped_out_bytes=counters.swapped_out_bytes,
+        swapped_in_bytes=counters.swapped_in_bytes,
+        preemptions=scheduler.preemptions,
+        recomputed_tokens=scheduler.recomputed_tokens,
+        prefilled_tokens=scheduler.prefilled_tokens,
+        generated_tokens=scheduler.generated_tokens,
+        accepted_requests=counters.accepted_requests,
+        finished_requests=counters.finished_requests,
+        refused_requests=counters.refused_requests,
+        executor_busy_ns=counters.executor_busy_ns,
+        cpu_wait_ns=counters.cpu_wait_ns,
+        cpu_attention_ns=counters.cpu_attention_ns,
+        planning_ns=counters.planning_ns,
+    )
+
+
+def load_message(load: Load) -> pb.GetLoadResponse:
+    return pb.GetLoadResponse(
+        waiting_requests=load.num_waiting,
+        running_requests=load.num_running,
+        max_waiting_requests=load.max_waiting,
+        gpu_blocks_used=load.gpu_blocks_used,
+        gpu_blocks_total=load.gpu_blocks,
+        host_blocks_used=load.host_blocks_used,
+        host_blocks_total=load.host_blocks,
+    )

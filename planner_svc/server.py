@@ -1,0 +1,72 @@
+"""Puts the planner together: the engine, its loop with the executor, and the gRPC server before it."""
+
+import asyncio
+import contextlib
+
+from neoflex.v1 import inference_pb2, inference_pb2_grpc
+from planner_svc.engine import Engine
+from planner_svc.estimator import Estimator, OperationTables, TableEstimator
+from planner_svc.executor_client import EpochLimits, ExecutorClient, HostClient
+from planner_svc.executor_loop import ExecutorLoop
+from planner_svc.servicer import InferenceServicer, ServedModel
+from svc_common.config import Config
+from svc_common.errors import unavailable
+from svc_common.grpc_server import GrpcServer
+
+SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
+_HEALTH_EVERY_S = 0.25
+_CLOSE_S = 1.0
+"""For answers that are on their way when the server stops."""
+
+
+class PlannerServer:
+    """Started once, stopped once. Ready when the executor is."""
+
+    def __init__(self, config: Config, model: ServedModel) -> None:
+        expects_host = config.cpu_attn.kv_bytes > 0
+        planner = config.planner
+        self._engine = Engine(model.tokenizer, planner.mode, planner.max_waiting_requests, expects_host)
+        self._executor = ExecutorClient(config.gpu.listen)
+        self._host = HostClient(config.cpu_attn.listen) if expects_host else None
+        limits = EpochLimits(planner.max_running_sequences, planner.max_batch_tokens, model.limits.max_sequence_tokens)
+
+        def make_estimator(tables: OperationTables) -> Estimator:
+            return TableEstimator(tables, model.spec.num_layers)
+
+        self._loop = ExecutorLoop(self._engine, self._executor, self._host, limits, model.block_tokens, make_estimator)
+        self._server = GrpcServer(planner.listen, [SERVICE_NAME])
+        servicer = InferenceServicer(model, self._engine, lambda: self._loop.placement)
+        self._server.register(inference_pb2_grpc.add_InferenceServiceServicer_to_server, servicer)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def address(self) -> str:
+        """Where it listens, with the port that was taken."""
+        return self._server.address
+
+    async def start(self) -> None:
+        """Listens. Raises RuntimeError where the address can't be had."""
+        await self._server.start()
+        self._tasks = [asyncio.create_task(self._loop.run()), asyncio.create_task(self._publish_health())]
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuses new requests, lets those in hand go on for `grace_s` seconds, and ends."""
+        self._engine.drain()
+        await self._server.set_ready(False)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._engine.idle.wait(), grace_s)
+        self._engine.fail_all(unavailable("DRAINING", "the server is shutting down"))
+        await self._server.stop(_CLOSE_S)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._executor.close()
+        if self._host:
+            await self._host.close()
+
+    async def _publish_health(self) -> None:
+        """Tells watchers whether a request would be served, and whether those in hand get ahead."""
+        while True:
+            await self._server.set_alive(self._engine.is_alive())
+            await self._server.set_ready(self._engine.is_ready())
+            await asyncio.sleep(_HEALTH_EVERY_S)

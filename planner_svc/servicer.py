@@ -1,0 +1,169 @@
+"""The public face: checks a call's message, hands it to the engine, and turns what comes back into messages."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from neoflex.v1 import inference_pb2 as pb
+from neoflex.v1 import inference_pb2_grpc
+from planner_svc import messages, requests
+from planner_svc.engine import Engine
+from planner_svc.executor_client import Placement
+from planner_svc.generation import Generation, GenerationRequest
+from planner_svc.requests import ChatPrompt, GenerationOptions, Limits, Prompt, TextPrompt
+from svc_common.errors import ServiceError, invalid_argument, unavailable
+from svc_common.model.spec import ModelSpec
+from svc_common.model.tokenizer import ChatTemplateError, Tokenizer
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The model, and the server it runs in, as callers are told."""
+
+    name: str
+    spec: ModelSpec
+    tokenizer: Tokenizer
+    limits: Limits
+    eos_token_ids: tuple[int, ...]
+    block_tokens: int
+    version: str
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
+    """One coroutine per call. A call that ends, however, takes its request out of the engine."""
+
+    def __init__(self, model: ServedModel, engine: Engine, placement: Callable[[], Placement | None]) -> None:
+        """`placement` returns that of the current epoch, None before the first."""
+        self._model = model
+        self._engine = engine
+        self._placement = placement
+        self._started_s = time.monotonic()
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
+        generation = await self._accept(request, context)
+        whole = await generation.whole()
+        return pb.GenerateResponse(
+            request_id=generation.request.request_id,
+            text=whole.text,
+            token_ids=whole.token_ids,
+            logprobs=messages.position_messages(whole.positions),
+            finish=messages.finish_message(generation.finished),
+            usage=messages.usage_message(generation.finished),
+        )
+
+    async def GenerateStream(
+        self, request: pb.GenerateStreamRequest, context: Context
+    ) -> AsyncIterator[pb.GenerateStreamResponse]:
+        generation = await self._accept(request.request, context)
+        yield pb.GenerateStreamResponse(
+            started=pb.GenerationStarted(
+                request_id=generation.request.request_id, prompt_tokens=len(generation.request.prompt)
+            )
+        )
+        async for delta in generation.deltas():
+            yield pb.GenerateStreamResponse(delta=messages.delta_message(delta))
+        yield pb.GenerateStreamResponse(
+            finished=pb.GenerationFinished(
+                finish=messages.finish_message(generation.finished), usage=messages.usage_message(generation.finished)
+            )
+        )
+
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
+        return pb.AbortResponse(aborted_request_ids=self._engine.abort(requests.parse_abort(request)))
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+        prompt = requests.parse_tokenize(request, self._model.limits)
+        return pb.TokenizeResponse(token_ids=await self._tokens_of(prompt, "chat.messages"))
+
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
+        token_ids = requests.parse_detokenize(request, self._model.limits)
+        return pb.DetokenizeResponse(text=await asyncio.to_thread(self._model.tokenizer.decode, token_ids))
+
+    async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:
+        placement = self._placement()
+        if placement is None:
+            raise unavailable("LOADING", "the types to compute in are not known before the executor is there", 1.0)
+        spec = self._model.spec
+        return pb.GetModelInfoResponse(
+            name=self._model.name,
+            architecture=spec.architecture,
+            vocabulary_size=spec.vocab_size,
+            context_tokens=self._model.limits.max_sequence_tokens,
+            eos_token_ids=self._model.eos_token_ids,
+            num_parameters=spec.num_parameters,
+            compute_dtype=placement.compute_dtype,
+            kv_dtype=placement.kv_dtype,
+        )
+
+    async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.GetServerInfoResponse:
+        response = pb.GetServerInfoResponse(
+            version=self._model.version,
+            uptime_s=time.monotonic() - self._started_s,
+            block_tokens=self._model.block_tokens,
+            counters=messages.counters_message(self._engine.counters, self._engine.scheduler_counters()),
+        )
+        if placement := self._placement():
+            response.device = placement.device
+            response.block_bytes = placement.block_bytes
+            response.gpu_blocks = placement.gpu_blocks
+            response.host_blocks = placement.host_blocks
+            response.cpu_attention_threads = placement.cpu_attention_threads
+        return response
+
+    async def GetLoad(self, request: pb.GetLoadRequest, context: Context) -> pb.GetLoadResponse:
+        return messages.load_message(self._engine.load())
+
+    async def _accept(self, message: pb.GenerateRequest, context: Context) -> Generation:
+        """Checks, tokenizes and submits a request. Raises ServiceError."""
+        arrival_ns = time.monotonic_ns()
+        try:
+            prompt, options = requests.parse_generation(message, self._model.limits)
+            self._engine.check_open(options.request_id)
+            tokens = await self._tokens_of(prompt, "request.chat.messages")
+            request = self._resolve(prompt, tokens, options, arrival_ns)
+            generation = self._engine.submit(request, requests.prompt_field(prompt))
+        except ServiceError:
+            self._engine.counters.refused_requests += 1
+            raise
+        # Cancelled, past its deadline, broken: whichever way the call ends, nobody waits for the rest.
+        context.add_done_callback(lambda _: self._engine.withdraw(generation))  # type: ignore[arg-type]  # stub: a class
+        return generation
+
+    async def _tokens_of(self, prompt: Prompt, chat_field: str) -> tuple[int, ...]:
+        """Token ids of a prompt; text is tokenized on another thread, so that a long one holds up nobody."""
+        tokenizer = self._model.tokenizer
+        match prompt:
+            case TextPrompt(text):
+                return tuple(await asyncio.to_thread(tokenizer.encode, text))
+            case ChatPrompt(turns):
+                try:
+                    return tuple(await asyncio.to_thread(tokenizer.encode_chat, turns))
+                except ChatTemplateError as error:
+                    raise invalid_argument(chat_field, str(error), "CHAT_TEMPLATE") from error
+            case _:
+                return prompt.token_ids
+
+    def _resolve(
+        self, prompt: Prompt, tokens: tuple[int, ...], options: GenerationOptions, arrival_ns: int
+    ) -> GenerationRequest:
+        end_token_ids = options.stop_token_ids
+        if not options.ignore_eos:
+            end_token_ids |= frozenset(self._model.eos_token_ids)
+        return GenerationRequest(
+            request_id=options.request_id,
+            prompt=tokens,
+            sampling=options.sampling,
+            max_tokens=requests.resolve_max_tokens(
+                prompt, len(tokens), options.max_tokens, self._model.limits, self._engine.room_tokens
+            ),
+            stops=options.stops,
+            end_token_ids=end_token_ids,
+            time_limit_s=options.time_limit_s,
+            arrival_ns=arrival_ns,
+        )
