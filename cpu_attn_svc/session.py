@@ -33,7 +33,7 @@ class RegionSession:
         self._worker: _attention.Worker | None = _attention.Worker(region, instruction_set, threads)
         self._stop = threading.Event()
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
-        self._socket.linger = _LINGER_MS
+        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
         try:
             self._socket.bind(segment.endpoint)
         except zmq.ZMQError as error:

@@ -1,6 +1,7 @@
 // Python's view of the worker: the thread pool, one call per iteration, and the kernel by itself.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>

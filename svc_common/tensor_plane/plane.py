@@ -63,7 +63,7 @@ class TensorPlane:
         """Maps the region that OpenRegion named. Raises PlaneError where it is not the one asked for."""
         region = _plane.Region.attach(path, epoch, shape.to_native())
         socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
-        socket.linger = 0
+        socket.setsockopt(zmq.LINGER, 0)
         try:
             socket.connect(endpoint)
             # Says that the region is mapped, so that its name can go.
