@@ -55,6 +55,11 @@ class Batch:
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def host_chunk_tokens(self) -> int:
+        """Prompt tokens whose K and V go to the host pool."""
+        return sum(chunk.rows.stop - chunk.rows.start for chunk in self.chunks if chunk.on_host)
+
 
 class BatchBuilder:
     """Made once per epoch."""

@@ -45,10 +45,13 @@ class Moves:
 class SequenceTable:
     """Rows of arrays are valid for the slots in `slot_of`."""
 
-    def __init__(self, limits: Limits, block_tokens: int, num_gpu_blocks: int, num_host_blocks: int) -> None:
+    def __init__(
+        self, limits: Limits, block_tokens: int, num_gpu_blocks: int, num_host_blocks: int, vocab_size: int
+    ) -> None:
         size = limits.max_sequences
         self._limits = limits
         self._block_tokens = block_tokens
+        self._vocab_size = vocab_size
         self.owned = {
             Tier.GPU: BlockOwnership(Tier.GPU, num_gpu_blocks),
             Tier.HOST: BlockOwnership(Tier.HOST, num_host_blocks),
@@ -116,6 +119,8 @@ class SequenceTable:
             raise InvalidPlanError(
                 f"sequence {new.sequence_id} has {len(new.token_ids)} tokens; 1 to {self._limits.max_sequence_tokens}"
             )
+        if int(new.token_ids.min()) < 0 or int(new.token_ids.max()) >= self._vocab_size:
+            raise InvalidPlanError(f"sequence {new.sequence_id} has token ids outside the vocabulary")
         slot = self._free_slots.pop()
         self.slot_of[new.sequence_id] = slot
         self.sequence_ids[slot] = new.sequence_id

@@ -1,0 +1,105 @@
+"""`python -m gpu_svc --config FILE`: loads the model, then executes plans until SIGTERM."""
+
+import asyncio
+import logging
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from gpu_svc.dtypes import DTYPES, choose_compute_dtype, dtype_name
+from gpu_svc.executor import Executor
+from gpu_svc.kv_cache import KvShape
+from gpu_svc.model.checkpoint import CheckpointError, open_checkpoint
+from gpu_svc.model.decoder import Decoder
+from gpu_svc.model.load import load_weights
+from gpu_svc.servicer import ExecutorServicer
+from neoflex.v1 import executor_pb2, executor_pb2_grpc
+from svc_common.config import Config, load_from_argv
+from svc_common.grpc_server import GrpcServer, configure_logging, until_stop_signal
+from svc_common.model.read_spec import read_spec
+from svc_common.model.spec import UnsupportedModelError
+from svc_common.model.store import ModelNotFoundError, resolve
+
+_GRACE_S = 5.0
+
+logger = logging.getLogger("gpu_svc")
+
+
+def main() -> None:
+    config = load_from_argv("gpu_svc")
+    configure_logging("gpu_svc")
+    torch.set_num_threads(_num_threads(config))
+    try:
+        executor = _make_executor(config)
+    except (ModelNotFoundError, UnsupportedModelError, CheckpointError, DeviceUnavailableError) as error:
+        logger.error("%s", error)
+        sys.exit(1)
+    asyncio.run(_serve(config, executor))
+
+
+class DeviceUnavailableError(Exception):
+    """The configured device is not here."""
+
+
+def _num_threads(config: Config) -> int:
+    """As configured; 0 leaves cpu_attn_svc its cores: one thread too many costs both services dearly."""
+    if config.gpu.num_threads:
+        return config.gpu.num_threads
+    usable = len(os.sched_getaffinity(0))
+    taken = config.cpu_attn.num_threads if config.cpu_attn.kv_bytes else 0
+    return max(1, usable - taken)
+
+
+def _device(config: Config) -> torch.device:
+    here = torch.cuda.is_available()
+    if config.gpu.device == "cuda" and not here:
+        raise DeviceUnavailableError('gpu.device is "cuda", but torch finds no CUDA device')
+    return torch.device("cuda" if here and config.gpu.device != "cpu" else "cpu")
+
+
+def _make_executor(config: Config) -> Executor:
+    device = _device(config)
+    files = resolve(config.model.source)
+    spec = read_spec(files)
+    dtype = choose_compute_dtype(config.gpu.dtype, spec, device)
+    decoder = Decoder(spec, load_weights(open_checkpoint(files, spec), spec, DTYPES[dtype], device))
+    kv_dtype = DTYPES[dtype if config.kv.dtype == "auto" else config.kv.dtype]
+    shape = KvShape.of(spec, config.kv.block_tokens, kv_dtype)
+    executor = Executor(decoder, shape, config.gpu.kv_bytes)
+    logger.info(
+        "%s (%s) on %s with %d threads: %s, KV %s; weights %d bytes; GPU KV %d blocks of %d bytes in %d",
+        files.name,
+        spec.architecture,
+        device.type,
+        torch.get_num_threads(),
+        dtype,
+        dtype_name(kv_dtype),
+        executor.weight_bytes,
+        executor.num_gpu_blocks,
+        shape.block_bytes,
+        config.gpu.kv_bytes,
+    )
+    return executor
+
+
+async def _serve(config: Config, executor: Executor) -> None:
+    # torch keeps its number of threads per thread.
+    with ThreadPoolExecutor(1, "executor", torch.set_num_threads, (torch.get_num_threads(),)) as thread:
+        service_name = executor_pb2.DESCRIPTOR.services_by_name["ExecutorService"].full_name
+        server = GrpcServer(config.gpu.listen, [service_name])
+        cpu_attention_address = config.cpu_attn.listen if config.cpu_attn.kv_bytes else None
+        servicer = ExecutorServicer(executor, thread, cpu_attention_address)
+        server.register(executor_pb2_grpc.add_ExecutorServiceServicer_to_server, servicer)
+        await server.start()
+        await server.set_ready(True)
+        logger.info("listening on %s", server.address)
+        await until_stop_signal()
+        logger.info("stopping")
+        await server.stop(_GRACE_S)
+        thread.submit(executor.close_epoch).result()
+
+
+if __name__ == "__main__":
+    main()

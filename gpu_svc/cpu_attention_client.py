@@ -1,0 +1,40 @@
+"""Asks cpu_attn_svc for a region and attaches it; the only place of gpu_svc that calls another service."""
+
+import asyncio
+from dataclasses import asdict
+
+import grpc
+
+from gpu_svc.host_tier import HostTier
+from neoflex.v1 import cpu_attention_pb2 as pb
+from neoflex.v1 import cpu_attention_pb2_grpc
+from svc_common.grpc_server import CHANNEL_OPTIONS
+from svc_common.tensor_plane import PlaneError, RegionShape, TensorPlane
+
+# A service on this host either listens or does not.
+_CONNECT_S = 1.0
+# The service reserves every page of the pool before it answers.
+_OPEN_REGION_S = 120.0
+
+
+class CpuAttentionUnavailableError(Exception):
+    """No CPU attention service could be attached; the text says why."""
+
+
+async def attach_host_tier(address: str, epoch: int, shape: RegionShape) -> HostTier:
+    """Raises CpuAttentionUnavailableError."""
+    async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+        try:
+            await asyncio.wait_for(channel.channel_ready(), _CONNECT_S)
+        except TimeoutError:
+            raise CpuAttentionUnavailableError(f"nothing answers at {address}") from None
+        stub = cpu_attention_pb2_grpc.CpuAttentionServiceStub(channel)  # type: ignore[no-untyped-call]
+        try:
+            region = await stub.OpenRegion(pb.OpenRegionRequest(epoch=epoch, **asdict(shape)), timeout=_OPEN_REGION_S)
+        except grpc.aio.AioRpcError as error:
+            raise CpuAttentionUnavailableError(f"{address}: {error.code().name}: {error.details()}") from error
+    try:
+        plane = TensorPlane.attach(region.path, region.descriptor_endpoint, epoch, shape)
+    except PlaneError as error:
+        raise CpuAttentionUnavailableError(f"the region of {address} cannot be attached: {error}") from error
+    return HostTier(plane, region.num_threads)

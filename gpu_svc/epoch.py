@@ -1,0 +1,124 @@
+"""Runs one plan start to end: state changes, swaps, layers, sampling. Holds all that an epoch's end drops."""
+
+import time
+
+import numpy as np
+import torch
+
+from gpu_svc.attention import TorchAttention
+from gpu_svc.batch import Batch, BatchBuilder
+from gpu_svc.host_tier import HostTier
+from gpu_svc.kv_cache import GpuKvCache, copy_blocks
+from gpu_svc.model.decoder import Decoder
+from gpu_svc.pipeline import Stage, outputs, run_layers
+from gpu_svc.plan import InvalidPlanError, IterationPlan, IterationResult, Limits, Timings, TokenLogprobs
+from gpu_svc.profiler import Profiler
+from gpu_svc.sampling import sample
+from gpu_svc.sequences import BlockMoves, Moves, SequenceTable
+from svc_common.tensor_plane import PeerLostError
+
+
+class Epoch:
+    """Sequences and caches from one OpenEpoch to the next. Not usable after `run` has raised."""
+
+    def __init__(self, number: int, limits: Limits, decoder: Decoder, cache: GpuKvCache, host: HostTier | None) -> None:
+        self.number = number
+        self.last_iteration = 0
+        self.cache = cache
+        self.host = host
+        self._limits = limits
+        self._decoder = decoder
+        shape = cache.shape
+        num_host_blocks = host.num_blocks if host else 0
+        self.table = SequenceTable(
+            limits, shape.block_tokens, cache.num_blocks, num_host_blocks, decoder.spec.vocab_size
+        )
+        self._backend = TorchAttention(decoder.spec, shape.block_tokens, decoder.dtype, decoder.device)
+        self._builder = BatchBuilder(self.table, self._backend, shape, decoder.device)
+        self._announced_host_blocks = 0
+
+    def profiler(self) -> Profiler:
+        """Measures on this epoch's caches; before the first plan only, as it writes into blocks."""
+        return Profiler(self._limits, self._decoder, self.cache, self.host, self._backend)
+
+    def run(self, plan: IterationPlan) -> IterationResult:
+        """Raises InvalidPlanError before anything is computed, PlaneError when the host tier is lost.
+
+        Timings lack what only the caller knows: total and idle time.
+        """
+        if plan.iteration != self.last_iteration + 1:
+            raise InvalidPlanError(f"iteration {plan.iteration} follows {self.last_iteration}")
+        if self.host is not None and not self.host.is_alive:
+            raise PeerLostError("the CPU attention service is gone")
+        moves = self.table.apply(plan)
+        self.table.check_work(plan)
+        swap_ns = self._swap(moves)
+        batches = [
+            self._builder.build(sub_batch, index)
+            for index, sub_batch in enumerate(plan.sub_batches)
+            if sub_batch.num_tokens
+        ]
+        waited_before_ns = self.host.wait_ns if self.host else 0
+        stages, cpu_attention_ns = self._run_layers(batches, plan.host_blocks_used)
+        cpu_wait_ns = self.host.wait_ns - waited_before_ns if self.host else 0
+        for sub_batch in plan.sub_batches:
+            self.table.advance(sub_batch)
+        tokens, logprobs, head_ns = self._sample(stages)
+        self.last_iteration = plan.iteration
+        block_bytes, token_bytes = self.cache.shape.block_bytes, self.cache.shape.token_bytes
+        return IterationResult(
+            epoch=plan.epoch,
+            iteration=plan.iteration,
+            tokens=tokens,
+            logprobs=logprobs,
+            timings=Timings(
+                cpu_wait_ns=cpu_wait_ns, cpu_attention_ns=cpu_attention_ns, swap_ns=swap_ns, head_ns=head_ns
+            ),
+            swapped_out_bytes=len(moves.to_host.source) * block_bytes
+            + sum(batch.host_chunk_tokens for batch in batches) * token_bytes,
+            swapped_in_bytes=len(moves.to_gpu.source) * block_bytes,
+            gpu_attended_tokens=sum(batch.gpu_attended_tokens for batch in batches),
+            cpu_attended_tokens=sum(batch.cpu_attended_tokens for batch in batches),
+        )
+
+    def _swap(self, moves: Moves) -> int:
+        """All moves to the host, then all to the GPU, which may reuse the blocks. Nanoseconds."""
+        start_ns = time.perf_counter_ns()
+        if self.host is not None:
+            _copy(self.cache.blocks, self.host.blocks, moves.to_host)
+            _copy(self.host.blocks, self.cache.blocks, moves.to_gpu)
+        return time.perf_counter_ns() - start_ns
+
+    def _run_layers(self, batches: list[Batch], host_blocks_used: int) -> tuple[list[Stage], int]:
+        """The sub-batches after the last layer, and nanoseconds the CPU attention service computed."""
+        # Sub-batch 1 is submitted first in each layer, see pipeline.py.
+        cpu_work = [batch.cpu_work for batch in reversed(batches) if len(batch.cpu_work)]
+        if self.host is not None and (cpu_work or host_blocks_used != self._announced_host_blocks):
+            self.host.begin(cpu_work, host_blocks_used)
+            self._announced_host_blocks = host_blocks_used
+        stages = [Stage(batch, self._decoder, self.cache, self.host) for batch in batches]
+        if stages:
+            second = stages[1] if len(stages) == 2 else None
+            run_layers(stages[0], second, self._decoder.spec.num_layers)
+        cpu_attention_ns = self.host.finish().compute_ns if self.host is not None and cpu_work else 0
+        return stages, cpu_attention_ns
+
+    def _sample(self, stages: list[Stage]) -> tuple[tuple[tuple[int, int], ...], tuple[TokenLogprobs, ...], int]:
+        """Tokens by sequence id, log-probabilities, and nanoseconds of head and sampling."""
+        start_ns = time.perf_counter_ns()
+        slots = np.concatenate([np.zeros(0, np.int64), *(stage.batch.output_slots for stage in stages)])
+        if not len(slots):
+            return (), (), 0
+        logits = self._decoder.logits(outputs(stages))
+        tokens, logprobs = sample(logits, self.table.sampling_rows(slots))
+        self.table.take_tokens(slots, tokens)
+        ids = self.table.sequence_ids[slots].tolist()
+        return (
+            tuple(zip(ids, tokens.tolist(), strict=True)),
+            tuple(TokenLogprobs(ids[row.row], row.chosen, row.top) for row in logprobs),
+            time.perf_counter_ns() - start_ns,
+        )
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor, moves: BlockMoves) -> None:
+    copy_blocks(source, torch.from_numpy(moves.source), target, torch.from_numpy(moves.target))

@@ -1,0 +1,159 @@
+"""ExecutorService: takes plans off the wire, has them run in order on the executor's thread, sends results up."""
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Executor as ThreadExecutor
+from functools import partial
+from typing import Any, TypeVar
+
+import grpc
+
+from gpu_svc.cpu_attention_client import CpuAttentionUnavailableError, attach_host_tier
+from gpu_svc.dtypes import dtype_name
+from gpu_svc.executor import Executor
+from gpu_svc.host_tier import HostTier
+from gpu_svc.plan import ErrorKind, InvalidPlanError, IterationResult, Limits
+from gpu_svc.wire import plan_from_pb, result_to_pb, status_to_pb, tables_to_pb
+from neoflex.v1 import executor_pb2 as pb
+from neoflex.v1 import executor_pb2_grpc
+from svc_common.errors import FieldViolation, failed_precondition, invalid_arguments
+from svc_common.tensor_plane import PlaneError, RegionShape
+
+# One runs and one waits; a planner that sends more is held back by the stream.
+_MAX_PENDING_PLANS = 4
+
+logger = logging.getLogger(__name__)
+Context = grpc.aio.ServicerContext[Any, Any]
+T = TypeVar("T")
+
+
+class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
+    """Thin: the executor decides nothing and this decides less."""
+
+    def __init__(self, executor: Executor, thread: ThreadExecutor, cpu_attention_address: str | None) -> None:
+        """`thread` has one worker, the only one to touch `executor`. No address: no CPU attention configured."""
+        self._executor = executor
+        self._thread = thread
+        self._cpu_attention_address = cpu_attention_address
+        self._opening = asyncio.Lock()
+
+    async def OpenEpoch(self, request: pb.OpenEpochRequest, context: Context) -> pb.OpenEpochResponse:
+        _check_open_epoch(request)
+        async with self._opening:
+            if request.epoch <= self._executor.last_epoch:
+                raise failed_precondition(
+                    "EPOCH_NOT_NEWER", f"epoch {request.epoch} does not follow {self._executor.last_epoch}"
+                )
+            return await self._open_epoch(request)
+
+    async def _open_epoch(self, request: pb.OpenEpochRequest) -> pb.OpenEpochResponse:
+        executor = self._executor
+        # The old pool is unmapped before a new one is made.
+        await self._in_thread(executor.close_epoch)
+        limits = Limits(request.max_sequences, request.max_batch_tokens, request.max_sequence_tokens)
+        host, cpu_attention_error = await self._attach(request.epoch, limits)
+        await self._in_thread(lambda: executor.open_epoch(request.epoch, limits, host))
+        tables = None
+        if request.profile:
+            try:
+                tables = await self._in_thread(executor.profile)
+            except PlaneError as error:
+                host, cpu_attention_error = None, f"lost while it was measured: {error}"
+                await self._in_thread(lambda: executor.open_epoch(request.epoch, limits, None))
+                tables = await self._in_thread(executor.profile)
+        shape = executor.kv_shape
+        response = pb.OpenEpochResponse(
+            device=executor.decoder.device.type,
+            compute_dtype=dtype_name(executor.decoder.dtype),
+            kv_dtype=dtype_name(shape.dtype),
+            block_bytes=shape.block_bytes,
+            gpu_blocks=executor.num_gpu_blocks,
+            host_blocks=host.num_blocks if host else 0,
+            cpu_attention_error=cpu_attention_error,
+            cpu_attention_threads=host.num_threads if host else 0,
+            tables=tables_to_pb(tables) if tables else None,
+        )
+        logger.info(
+            "epoch %d: %d GPU blocks, %d host blocks of %d bytes%s",
+            request.epoch,
+            response.gpu_blocks,
+            response.host_blocks,
+            shape.block_bytes,
+            f"; no CPU attention: {cpu_attention_error}" if cpu_attention_error else "",
+        )
+        return response
+
+    async def _attach(self, epoch: int, limits: Limits) -> tuple[HostTier | None, str]:
+        """The host tier, or why there is none."""
+        if self._cpu_attention_address is None:
+            return None, ""
+        spec, shape = self._executor.decoder.spec, self._executor.kv_shape
+        region_shape = RegionShape(
+            num_layers=spec.num_layers,
+            num_q_heads=spec.num_q_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            block_tokens=shape.block_tokens,
+            kv_dtype=dtype_name(shape.dtype),
+            exchange_dtype=dtype_name(self._executor.decoder.dtype),
+            max_sequences=min(limits.max_sequences, limits.max_batch_tokens),
+            softmax_scale=spec.head_dim**-0.5,
+            sliding_window=spec.sliding_window or 0,
+        )
+        try:
+            return await attach_host_tier(self._cpu_attention_address, epoch, region_shape), ""
+        except CpuAttentionUnavailableError as error:
+            return None, str(error)
+
+    async def Execute(
+        self, request_iterator: AsyncIterator[pb.ExecuteRequest], context: Context
+    ) -> AsyncIterator[pb.ExecuteResponse]:
+        pending: asyncio.Queue[asyncio.Future[IterationResult] | None] = asyncio.Queue(_MAX_PENDING_PLANS)
+
+        async def take_plans() -> None:
+            try:
+                async for request in request_iterator:
+                    await pending.put(self._in_thread(partial(self._run, request.plan)))
+            finally:
+                await pending.put(None)
+
+        reader = asyncio.create_task(take_plans())
+        try:
+            while (future := await pending.get()) is not None:
+                yield pb.ExecuteResponse(result=result_to_pb(await future))
+            await reader
+        finally:
+            reader.cancel()
+
+    def _run(self, message: pb.IterationPlan) -> IterationResult:
+        """On the executor's thread, so that a plan is read while none runs beside it and in its turn."""
+        try:
+            plan = plan_from_pb(message)
+        except InvalidPlanError as error:
+            return self._executor.fail(message.epoch, message.iteration, ErrorKind.INVALID_PLAN, str(error))
+        return self._executor.run(plan)
+
+    async def GetExecutorStatus(
+        self, request: pb.GetExecutorStatusRequest, context: Context
+    ) -> pb.GetExecutorStatusResponse:
+        return status_to_pb(self._executor.status(), os.getpid())
+
+    def _in_thread(self, work: Callable[[], T]) -> "asyncio.Future[T]":
+        return asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def _check_open_epoch(request: pb.OpenEpochRequest) -> None:
+    violations = tuple(
+        FieldViolation(name, f"must be at least 1, is {value}")
+        for name, value in (
+            ("epoch", request.epoch),
+            ("max_sequences", request.max_sequences),
+            ("max_batch_tokens", request.max_batch_tokens),
+            ("max_sequence_tokens", request.max_sequence_tokens),
+        )
+        if value < 1
+    )
+    if violations:
+        raise invalid_arguments(violations)

@@ -1,0 +1,151 @@
+"""Turns protobuf messages of ExecutorService into values and back. Checks form only; the state is the executor's."""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from gpu_svc.executor import Status
+from gpu_svc.plan import (
+    ErrorKind,
+    Int32Array,
+    InvalidPlanError,
+    IterationPlan,
+    IterationResult,
+    Mode,
+    NewBlocks,
+    NewSequence,
+    PrefillChunk,
+    Sampling,
+    SubBatch,
+    Swap,
+    Tier,
+)
+from gpu_svc.profiler import Tables
+from neoflex.v1 import executor_pb2 as pb
+
+_MODES = {pb.EXECUTION_MODE_GPU_ONLY: Mode.GPU_ONLY, pb.EXECUTION_MODE_ASYMMETRIC: Mode.ASYMMETRIC}
+_TIERS = {pb.TIER_GPU: Tier.GPU, pb.TIER_HOST: Tier.HOST}
+_ERRORS = {
+    None: pb.EXECUTION_ERROR_UNSPECIFIED,
+    ErrorKind.CPU_ATTENTION_LOST: pb.EXECUTION_ERROR_CPU_ATTENTION_LOST,
+    ErrorKind.STALE: pb.EXECUTION_ERROR_STALE,
+    ErrorKind.INVALID_PLAN: pb.EXECUTION_ERROR_INVALID_PLAN,
+    ErrorKind.DEVICE: pb.EXECUTION_ERROR_DEVICE,
+}
+
+
+def plan_from_pb(plan: pb.IterationPlan) -> IterationPlan:
+    """Raises InvalidPlanError where an enum is not set."""
+    if plan.mode not in _MODES:
+        raise InvalidPlanError(f"mode {plan.mode} is none")
+    return IterationPlan(
+        epoch=plan.epoch,
+        iteration=plan.iteration,
+        mode=_MODES[plan.mode],
+        released=tuple(plan.released_sequence_ids),
+        new_sequences=tuple(map(_new_sequence, plan.new_sequences)),
+        swaps=tuple(Swap(swap.sequence_id, _tier(swap.target), _int32s(swap.blocks)) for swap in plan.swaps),
+        new_blocks=tuple(NewBlocks(more.sequence_id, _int32s(more.blocks)) for more in plan.new_blocks),
+        sub_batches=tuple(map(_sub_batch, plan.sub_batches)),
+        host_blocks_used=plan.host_blocks_used,
+    )
+
+
+def _new_sequence(new: pb.NewSequence) -> NewSequence:
+    sampling = new.sampling
+    return NewSequence(
+        sequence_id=new.sequence_id,
+        token_ids=_int32s(new.token_ids),
+        tier=_tier(new.tier),
+        blocks=_int32s(new.blocks),
+        sampling=Sampling(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            seed=sampling.seed,
+            num_logprobs=sampling.num_logprobs,
+        ),
+        num_generated_tokens=new.num_generated_tokens,
+    )
+
+
+def _sub_batch(sub_batch: pb.SubBatch) -> SubBatch:
+    return SubBatch(
+        prefills=tuple(PrefillChunk(chunk.sequence_id, chunk.start, chunk.num_tokens) for chunk in sub_batch.prefills),
+        gpu_decodes=tuple(sub_batch.gpu_decode_sequence_ids),
+        cpu_decodes=tuple(sub_batch.cpu_decode_sequence_ids),
+    )
+
+
+def _tier(value: pb.Tier) -> Tier:
+    if value not in _TIERS:
+        raise InvalidPlanError(f"tier {value} is none")
+    return _TIERS[value]
+
+
+def _int32s(values: Iterable[int]) -> Int32Array:
+    return np.array(values, np.int32)
+
+
+def result_to_pb(result: IterationResult) -> pb.IterationResult:
+    timings = result.timings
+    return pb.IterationResult(
+        epoch=result.epoch,
+        iteration=result.iteration,
+        sequence_ids=[sequence_id for sequence_id, _ in result.tokens],
+        token_ids=[token for _, token in result.tokens],
+        logprobs=[
+            pb.SequenceLogprobs(
+                sequence_id=row.sequence_id,
+                chosen=row.chosen,
+                top_token_ids=[token for token, _ in row.top],
+                top_logprobs=[value for _, value in row.top],
+            )
+            for row in result.logprobs
+        ],
+        timings=pb.IterationTimings(
+            total_ns=timings.total_ns,
+            cpu_wait_ns=timings.cpu_wait_ns,
+            cpu_attention_ns=timings.cpu_attention_ns,
+            swap_ns=timings.swap_ns,
+            head_ns=timings.head_ns,
+            idle_ns=timings.idle_ns,
+        ),
+        swapped_out_bytes=result.swapped_out_bytes,
+        swapped_in_bytes=result.swapped_in_bytes,
+        gpu_attended_tokens=result.gpu_attended_tokens,
+        cpu_attended_tokens=result.cpu_attended_tokens,
+        error=_ERRORS[result.error],
+        error_message=result.error_message,
+    )
+
+
+def tables_to_pb(tables: Tables) -> pb.OperationTables:
+    return pb.OperationTables(
+        linear=[pb.LinearPoint(num_tokens=n, seconds=s) for n, s in tables.linear],
+        prefill=[pb.PrefillPoint(chunk_tokens=chunk, past_tokens=past, seconds=s) for chunk, past, s in tables.prefill],
+        gpu_decode=[_decode_point(*point) for point in tables.gpu_decode],
+        cpu_decode=[_decode_point(*point) for point in tables.cpu_decode],
+        head=[pb.LinearPoint(num_tokens=n, seconds=s) for n, s in tables.head],
+        swap_bytes_per_s=tables.swap_bytes_per_s,
+        iteration_s=tables.iteration_s,
+    )
+
+
+def _decode_point(num_sequences: int, context_tokens: int, seconds: float) -> pb.DecodePoint:
+    return pb.DecodePoint(num_sequences=num_sequences, context_tokens=context_tokens, seconds=seconds)
+
+
+def status_to_pb(status: Status, pid: int) -> pb.GetExecutorStatusResponse:
+    return pb.GetExecutorStatusResponse(
+        epoch=status.epoch,
+        last_iteration=status.last_iteration,
+        num_sequences=status.num_sequences,
+        gpu_blocks_used=status.gpu_blocks_used,
+        host_blocks_used=status.host_blocks_used,
+        weight_bytes=status.weight_bytes,
+        gpu_kv_bytes=status.gpu_kv_bytes,
+        cpu_attention_attached=status.cpu_attention_attached,
+        pid=pid,
+    )
