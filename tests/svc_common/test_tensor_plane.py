@@ -1,0 +1,349 @@
+"""Region and doorbells, with the other side in a process of its own wherever that process has to die."""
+
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zmq
+
+from svc_common.tensor_plane import (
+    CpuSubBatch,
+    PeerLostError,
+    PlaneError,
+    PlaneTimeoutError,
+    RegionShape,
+    Report,
+    Segment,
+    TensorPlane,
+    remove_stale_segments,
+)
+from svc_common.tensor_plane.messages import WorkError, WorkReport, decode_descriptor, encode_report
+
+SHAPE = RegionShape(
+    num_layers=3,
+    num_q_heads=6,
+    num_kv_heads=2,
+    head_dim=40,
+    block_tokens=8,
+    kv_dtype="fp16",
+    exchange_dtype="fp32",
+    max_sequences=5,
+    softmax_scale=0.25,
+    sliding_window=0,
+)
+POOL_BYTES = 300_000
+EPOCH = 41
+
+# The other side: an owner that makes a segment, or an executor that attaches to one. Says so, then waits to be killed.
+PEER = """
+import sys, time
+from pathlib import Path
+from svc_common.tensor_plane import RegionShape, Segment, TensorPlane
+shape = RegionShape(**eval(sys.argv[2]))
+if sys.argv[1] == "owner":
+    held = Segment.create(Path(sys.argv[3]), int(sys.argv[4]), shape, int(sys.argv[5]))
+    print(held.path, held.endpoint, flush=True)
+else:
+    held = TensorPlane.attach(sys.argv[3], sys.argv[4], int(sys.argv[5]), shape)
+    print("attached", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def segment_dir() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="plane-") as directory:
+        yield Path(directory)
+
+
+@pytest.fixture
+def segment(segment_dir: Path) -> Iterator[Segment]:
+    segment = Segment.create(segment_dir, EPOCH, SHAPE, POOL_BYTES)
+    yield segment
+    segment.close()
+
+
+class Peer:
+    """A process that holds one side until it is killed."""
+
+    def __init__(self, role: str, *arguments: object) -> None:
+        command = [sys.executable, "-c", PEER, role, repr(asdict(SHAPE)), *map(str, arguments)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.first_line = self.process.stdout.readline().split()
+
+    def kill(self) -> None:
+        assert self.process.stdout is not None
+        self.process.kill()
+        self.process.wait()
+        self.process.stdout.close()
+
+
+@pytest.fixture
+def peers() -> Iterator[list[Peer]]:
+    started: list[Peer] = []
+    yield started
+    for peer in started:
+        peer.kill()
+
+
+def owner_socket(segment: Segment) -> "zmq.Socket[bytes]":
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
+    socket.bind(segment.endpoint)
+    return socket
+
+
+def attach(segment: Segment, epoch: int = EPOCH, shape: RegionShape = SHAPE) -> TensorPlane:
+    return TensorPlane.attach(segment.path, segment.endpoint, epoch, shape)
+
+
+def test_pool_takes_what_fits_and_the_rest_is_small(segment: Segment) -> None:
+    block_bytes = 3 * 2 * 2 * 8 * 40 * 2
+    assert SHAPE.block_bytes == block_bytes
+    assert segment.region.num_blocks == POOL_BYTES // block_bytes == 39
+    assert segment.region.pool_bytes == 39 * block_bytes <= POOL_BYTES
+    slots_bytes = 2 * 4 * 5 * 40 * (6 + 2 + 2 + 6)
+    pages = 3 * 4096  # header, and the rounding of exchange slots and pool
+    assert segment.region.region_bytes <= segment.region.pool_bytes + slots_bytes + pages
+    assert Path(segment.path).stat().st_size == segment.region.region_bytes
+    assert Path(segment.path).stat().st_mode & 0o777 == 0o600
+    assert Path(segment.path).parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_arrays_are_shared_and_disjoint(segment: Segment) -> None:
+    plane = attach(segment)
+    assert plane.pool.shape == (3, 39, 2, 2, 8, 40)
+    assert plane.pool.dtype == np.float16
+    assert [plane.q(0).shape, plane.k(0).shape, plane.v(1).shape, plane.out(1).shape] == [
+        (5, 6, 40),
+        (5, 2, 40),
+        (5, 2, 40),
+        (5, 6, 40),
+    ]
+    arrays = [plane.pool, *(part(slot) for slot in (0, 1) for part in (plane.q, plane.k, plane.v, plane.out))]
+    for value, array in enumerate(arrays, start=1):
+        assert array.ctypes.data % 64 == 0
+        array[:] = value
+    assert plane.pool.ctypes.data % 4096 == 0
+    for value, array in enumerate(arrays, start=1):
+        assert (array == value).all()
+    # The owner's own mapping shows the same bytes.
+    region = segment.region
+    owners = region.memory()[region.pool_offset :][: region.pool_bytes].view(np.float16)
+    assert (owners == 1).all()
+    plane.close()
+    assert (arrays[1] == 2).all(), "arrays outlive close"
+
+
+def test_bf16_comes_as_uint16(segment_dir: Path) -> None:
+    shape = replace(SHAPE, kv_dtype="bf16", exchange_dtype="bf16")
+    segment = Segment.create(segment_dir, EPOCH, shape, POOL_BYTES)
+    plane = attach(segment, shape=shape)
+    assert plane.pool.dtype == plane.q(0).dtype == np.uint16
+    plane.close()
+    segment.close()
+
+
+def test_names_go_while_the_region_stays(segment: Segment, segment_dir: Path) -> None:
+    plane = attach(segment)
+    assert segment.region.is_attached
+    segment.unlink()
+    assert list(segment_dir.iterdir()) == []
+    assert plane.peer_alive()
+    assert segment.region.peer_alive()
+    plane.close()
+    assert not segment.region.peer_alive()
+    assert segment.region.is_closed
+
+
+@pytest.mark.parametrize(
+    ("offset", "value", "message"),
+    [
+        (0, struct.pack("<Q", 1), "not a NeoFlex region"),
+        (8, struct.pack("<I", 99), "layout version 99, this side has 1"),
+        (24, struct.pack("<Q", 1 << 20), "its header says 1048576"),
+    ],
+)
+def test_foreign_headers_are_refused(segment: Segment, offset: int, value: bytes, message: str) -> None:
+    with Path(segment.path).open("r+b") as file:
+        file.seek(offset)
+        file.write(value)
+    with pytest.raises(PlaneError, match=message):
+        attach(segment)
+    assert not segment.region.is_attached
+
+
+def test_other_epoch_shape_and_size_are_refused(segment: Segment) -> None:
+    with pytest.raises(PlaneError, match="epoch 41, expected 42"):
+        attach(segment, epoch=EPOCH + 1)
+    with pytest.raises(PlaneError, match="made for another shape"):
+        attach(segment, shape=replace(SHAPE, head_dim=48))
+    with pytest.raises(PlaneError, match="made for another shape"):
+        attach(segment, shape=replace(SHAPE, softmax_scale=0.5))
+    with Path(segment.path).open("r+b") as file:
+        file.truncate(segment.region.region_bytes + 4096)
+    with pytest.raises(PlaneError, match="its shape takes"):
+        attach(segment)
+    with Path(segment.path).open("r+b") as file:
+        file.truncate(100)
+    with pytest.raises(PlaneError, match="too small for a region"):
+        attach(segment)
+
+
+def test_impossible_shapes_are_refused(segment_dir: Path) -> None:
+    for change, message in [
+        ({"head_dim": 257}, "head_dim"),
+        ({"num_kv_heads": 4}, "divide"),
+        ({"kv_dtype": "fp8"}, "fp8"),
+        ({"num_layers": 0}, "at least 1"),
+    ]:
+        with pytest.raises(PlaneError, match=message):
+            Segment.create(segment_dir, EPOCH, replace(SHAPE, **change), POOL_BYTES)  # type: ignore[arg-type]
+    assert list(segment_dir.iterdir()) == []
+
+
+def test_a_region_takes_one_executor(segment: Segment) -> None:
+    plane = attach(segment)
+    with pytest.raises(PlaneError, match="another executor is attached"):
+        attach(segment)
+    plane.close()
+
+
+def test_no_room_is_said_and_leaves_nothing(segment_dir: Path) -> None:
+    with pytest.raises(PlaneError, match="holds no block"):
+        Segment.create(segment_dir, EPOCH, SHAPE, SHAPE.block_bytes - 1)
+    with pytest.raises(PlaneError, match="cannot reserve"):
+        Segment.create(segment_dir, EPOCH, replace(SHAPE, block_tokens=1 << 20), 1 << 55)
+    with pytest.raises(PlaneError, match="No such file"):
+        Segment.create(segment_dir / "absent", EPOCH, SHAPE, POOL_BYTES)
+    assert list(segment_dir.iterdir()) == []
+
+
+def test_socket_path_too_long_is_said(segment_dir: Path) -> None:
+    deep = segment_dir / ("d" * 90)
+    deep.mkdir()
+    with pytest.raises(PlaneError, match="at most 107 bytes"):
+        Segment.create(deep, EPOCH, SHAPE, POOL_BYTES)
+    assert list(deep.iterdir()) == []
+
+
+def test_wait_times_out_while_the_owner_lives(segment: Segment) -> None:
+    plane = attach(segment)
+    plane.wait(0, 0.0)  # nothing was submitted
+    plane.submit(0)
+    with pytest.raises(PlaneTimeoutError, match=r"within 0\.05 s"):
+        plane.wait(0, 0.05)
+    with pytest.raises(PlaneTimeoutError, match="no report"):
+        plane.finish(0.05)
+    plane.close()
+
+
+def test_an_iteration_from_begin_to_finish(segment: Segment) -> None:
+    socket = owner_socket(segment)
+    plane = attach(segment)
+    assert decode_descriptor(socket.recv()).sub_batches == ()
+    batch = CpuSubBatch(1, np.array([3], np.int32), np.array([[2]], np.int32))
+    plane.submit(1)
+    plane.begin(6, [batch], 4)
+    descriptor = decode_descriptor(socket.recv())
+    assert (descriptor.epoch, descriptor.iteration, descriptor.host_blocks_used) == (EPOCH, 6, 4)
+    assert descriptor.sub_batches[0].first_submit == 1
+    # A report of an iteration that was given up comes first, and is not taken for this one's.
+    socket.send(encode_report(WorkReport(EPOCH, Report(5, 1, 1))))
+    socket.send(encode_report(WorkReport(EPOCH, Report(6, 30, 4), 1)))
+    assert plane.finish(5.0) == Report(6, 30, 4)
+    plane.close()
+    socket.close()
+
+
+def test_refusal_ends_the_wait_with_its_reason(segment: Segment) -> None:
+    socket = owner_socket(segment)
+    plane = attach(segment)
+    plane.begin(6, [CpuSubBatch(0, np.array([3], np.int32), np.array([[2]], np.int32))], 1)
+    plane.submit(0)
+
+    def refuse() -> None:
+        segment.region.refuse(6)
+        text = "sequence 0: block 2 of 2"
+        socket.send(encode_report(WorkReport(EPOCH, Report(6, 0, 0), 0, WorkError.INVALID_DESCRIPTOR, text)))
+
+    timer = threading.Timer(0.05, refuse)
+    timer.start()
+    with pytest.raises(PlaneError, match="iteration 6 was refused: sequence 0: block 2 of 2"):
+        plane.wait(0, 10.0)
+    timer.join()
+    plane.close()
+    socket.close()
+
+
+def test_owner_that_closes_ends_the_wait(segment: Segment) -> None:
+    plane = attach(segment)
+    plane.submit(0)
+    timer = threading.Timer(0.05, segment.close)
+    timer.start()
+    with pytest.raises(PeerLostError):
+        plane.wait(0, 10.0)
+    timer.join()
+    assert not plane.peer_alive()
+    plane.close()
+
+
+def test_killed_owner_is_noticed_within_a_second(segment_dir: Path, peers: list[Peer]) -> None:
+    peers.append(Peer("owner", segment_dir, EPOCH, POOL_BYTES))
+    path, endpoint = peers[0].first_line
+    plane = TensorPlane.attach(path, endpoint, EPOCH, SHAPE)
+    assert plane.peer_alive()
+    plane.begin(1, [CpuSubBatch(0, np.array([1], np.int32), np.array([[0]], np.int32))], 1)
+    plane.submit(0)
+    timer = threading.Timer(0.1, peers[0].kill)
+    timer.start()
+    # A timeout of a second, were it not noticed, would raise PlaneTimeoutError.
+    with pytest.raises(PeerLostError):
+        plane.wait(0, 0.1 + 1.0)
+    with pytest.raises(PeerLostError):
+        plane.finish(1.0)
+    assert not plane.peer_alive()
+    timer.join()
+    plane.close()
+
+
+def test_killed_executor_is_noticed(segment: Segment, peers: list[Peer]) -> None:
+    peers.append(Peer("executor", segment.path, segment.endpoint, EPOCH))
+    assert peers[0].first_line == ["attached"]
+    assert segment.region.is_attached
+    assert segment.region.peer_alive()
+    peers[0].kill()
+    assert not segment.region.peer_alive()
+
+
+def test_stale_segments_go_and_live_ones_stay(segment: Segment, segment_dir: Path, peers: list[Peer]) -> None:
+    peers.append(Peer("owner", segment_dir, EPOCH, POOL_BYTES))
+    dead = Path(peers[0].first_line[0]).parent
+    assert remove_stale_segments(segment_dir) == 0
+    peers[0].kill()
+    assert dead.is_dir()
+    unfinished = segment_dir / "neoflex-killed-early"
+    unfinished.mkdir()
+    foreign = segment_dir / "neoflex-notes"
+    foreign.mkdir()
+    (foreign / "text").touch()
+    (segment_dir / "neoflex-file").touch()
+    assert remove_stale_segments(segment_dir) == 2
+    left = {path.name for path in segment_dir.iterdir()}
+    assert left == {Path(segment.path).parent.name, "neoflex-notes", "neoflex-file"}
+    attach(segment).close()
+
+
+def test_attaching_to_a_dead_owners_region_is_refused(segment_dir: Path, peers: list[Peer]) -> None:
+    peers.append(Peer("owner", segment_dir, EPOCH, POOL_BYTES))
+    path, endpoint = peers[0].first_line
+    peers[0].kill()
+    with pytest.raises(PlaneError, match="is gone"):
+        TensorPlane.attach(path, endpoint, EPOCH, SHAPE)
