@@ -42,7 +42,8 @@ class NeoflexError(Exception):
         # Where the message already names the fields, once is enough.
         detail = f" ({fields})" if fields and fields not in self.message else ""
         retry = "" if self.retry_after_s is None else f" (try again in {self.retry_after_s:g} s)"
-        return f"{self.code}{f' {self.reason}' if self.reason else ''}: {self.message}{detail}{retry}"
+        kind = self.code if self.reason in ("", self.code) else f"{self.code} {self.reason}"
+        return f"{kind}: {self.message}{detail}{retry}"
 
 
 class InvalidArgumentError(NeoflexError):

@@ -49,7 +49,3 @@ def main() -> None:
         app()
     except (NeoflexError, StackError, ModelNotFoundError, ConfigError) as error:
         fail(str(error))
-
-
-if __name__ == "__main__":
-    main()

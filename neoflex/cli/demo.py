@@ -1,7 +1,6 @@
 """`neoflex demo`: the whole path once, on this machine, with numbers, and nothing left afterwards."""
 
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -45,7 +44,7 @@ class _Measured:
 def demo(
     prompt: Annotated[str, typer.Argument(help="What to ask.")] = "Why is the sky blue?",
     mode: Annotated[str, typer.Option(help="auto, gpu_only or asymmetric.")] = "auto",
-    gpu_kv_bytes: Annotated[str, typer.Option(help="GPU KV cache: small, so that the host gets work, too.")] = "16MiB",
+    gpu_kv_bytes: Annotated[str, typer.Option(help="GPU KV cache: small, so that the host gets work, too.")] = "8MiB",
     host_kv_bytes: Annotated[str, typer.Option(help="Host KV pool.")] = "512MiB",
     concurrency: Annotated[int, typer.Option(min=1, help="Requests at a time, the shown one included.")] = 8,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of each answer.")] = 96,
@@ -97,15 +96,15 @@ def _drive(stack: LocalStack, prompt: str, concurrency: int, max_tokens: int) ->
         others = [pool.submit(_ask_beside, client, i, max_tokens) for i in range(concurrency - 1)]
         first_token_s, num_tokens = 0.0, 0
         with client.stream(messages=[Message("user", prompt)], temperature=0, max_tokens=max_tokens) as stream:
-            for delta in stream:
-                if delta.token_ids and not num_tokens:
-                    first_token_s = time.monotonic() - started
-                num_tokens += len(delta.token_ids)
-                sys.stdout.write(delta.text)
-                sys.stdout.flush()
+            try:
+                for delta in stream:
+                    if delta.token_ids and not num_tokens:
+                        first_token_s = time.monotonic() - started
+                    num_tokens += len(delta.token_ids)
+                    out.print(delta.text, end="", markup=False, soft_wrap=True)
+            finally:  # Also before an error's line.
+                out.print()
         answer_s = time.monotonic() - started
-        sys.stdout.write("\n")
-        sys.stdout.flush()
         all_tokens = num_tokens + _tokens_of(others)
         all_s = time.monotonic() - started
         done = client.server_info().counters.since(before)
