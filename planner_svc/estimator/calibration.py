@@ -12,15 +12,22 @@ class Calibration:
     """A moving average of measured / predicted seconds for each mode."""
 
     def __init__(self) -> None:
-        self._factors = dict.fromkeys(Mode, 1.0)
+        self._factors: dict[Mode, float] = {}
 
     def factor(self, mode: Mode) -> float:
-        """Multiply an uncalibrated prediction by this. 1 until the mode has run."""
-        return self._factors[mode]
+        """Multiply an uncalibrated prediction by this.
+
+        A mode that has not run yet takes the other's: much of what makes a table wrong is common to both, and the mode
+        that is corrected first must not win or lose by that alone.
+        """
+        if mode in self._factors:
+            return self._factors[mode]
+        return next(iter(self._factors.values()), 1.0)
 
     def observe(self, mode: Mode, predicted_s: float, measured_s: float) -> None:
-        """`predicted_s` is uncalibrated. An iteration without work or without a clock says nothing."""
+        """`predicted_s` is uncalibrated. An iteration without a prediction or without a clock says nothing."""
         if predicted_s <= 0 or measured_s <= 0:
             return
         ratio = min(_HIGHEST, max(_LOWEST, measured_s / predicted_s))
-        self._factors[mode] += _WEIGHT * (ratio - self._factors[mode])
+        before = self.factor(mode)
+        self._factors[mode] = before + _WEIGHT * (ratio - before)

@@ -47,23 +47,23 @@ class TableEstimator:
         return num_bytes * self._s_per_swap_byte
 
     def iteration_s(self, first: SubBatchLoad, second: SubBatchLoad = EMPTY_LOAD, swap_bytes: int = 0) -> float:
-        """NEO (MLSys 2025), section 4: T ~ L * (max{lin0 + pre0, cpu1} + max{lin1 + gdec0, cpu0}).
+        """One batch: L * (lin0 + max{pre0 + gdec0, cpu0}); the GPU's attention runs beside the CPU's.
 
-        The second sub-batch holds CPU decodes only. Empty, with no CPU decodes in the first, it leaves
-        L * (lin0 + pre0 + gdec0): the GPU-only batch.
+        Two, after NEO (MLSys 2025), section 4, the second holding CPU decodes only:
+        L * (max{lin0 + pre0, cpu1} + max{lin1 + gdec0, cpu0}).
         """
+        linear_s = self.linear_s(first.num_tokens)
         prefill_s = sum(self.prefill_s(chunk, past) for chunk, past in first.prefill_chunks)
         gpu_decode_s = self.gpu_decode_s(first.num_gpu_decodes, first.gpu_context_tokens)
-        stage_0_s = max(
-            self.linear_s(first.num_tokens) + prefill_s,
-            self.cpu_decode_s(second.num_cpu_decodes, second.cpu_context_tokens),
-        )
-        stage_1_s = max(
-            self.linear_s(second.num_tokens) + gpu_decode_s,
-            self.cpu_decode_s(first.num_cpu_decodes, first.cpu_context_tokens),
-        )
+        cpu_s = self.cpu_decode_s(first.num_cpu_decodes, first.cpu_context_tokens)
+        if second.num_tokens == 0:
+            layer_s = linear_s + max(prefill_s + gpu_decode_s, cpu_s)
+        else:
+            second_linear_s = self.linear_s(second.num_tokens)
+            second_cpu_s = self.cpu_decode_s(second.num_cpu_decodes, second.cpu_context_tokens)
+            layer_s = max(linear_s + prefill_s, second_cpu_s) + max(second_linear_s + gpu_decode_s, cpu_s)
         return (
-            self._num_layers * (stage_0_s + stage_1_s)
+            self._num_layers * layer_s
             + self.head_s(first.num_outputs + second.num_outputs)
             + self.swap_s(swap_bytes)
             + self._overhead_s

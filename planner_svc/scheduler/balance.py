@@ -69,7 +69,7 @@ class Balance:
         admissions = [chunk for chunk in batch.chunks if chunk.is_admission and chunk.tier is Tier.HOST]
         # They are the tail of the batch: once one prompt goes to the host, all later ones of the plan do.
         for chunk in reversed(admissions[num_welcome:]):
-            is_only_work = len(batch.chunks) == 1 and not batch.gpu_decodes and not batch.num_cpu_decodes
+            is_only_work = len(batch.chunks) == 1 and not batch.decodes()
             if is_aged(chunk.sequence) or is_only_work or not self._hides_without(chunk):
                 break
             self._remove_last(chunk)

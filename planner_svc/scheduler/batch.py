@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from planner_svc.estimator import SubBatchLoad
-from planner_svc.plan import PrefillChunk, SubBatch, Tier
+from planner_svc.plan import Mode, PrefillChunk, SubBatch, Tier
 from planner_svc.scheduler.sequence import Sequence, State
 
 
@@ -46,14 +46,18 @@ class Batch:
         return len(self.cpu_decodes[0]) + len(self.cpu_decodes[1])
 
     @property
+    def mode(self) -> Mode:
+        return Mode.ASYMMETRIC if self.num_cpu_decodes else Mode.GPU_ONLY
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.chunks or self.gpu_decodes or self.num_cpu_decodes)
+
+    @property
     def tokens_out(self) -> float:
         """Tokens towards answers. Part of a prompt counts as that part of its first token."""
         prompts = sum(chunk.num_tokens / chunk.total_tokens for chunk in self.chunks)
         return prompts + len(self.gpu_decodes) + self.num_cpu_decodes
-
-    def without_cpu_decodes(self) -> "Batch":
-        """The GPU-only batch beside this one."""
-        return Batch(self.chunks, self.gpu_decodes)
 
     def loads(self) -> tuple[SubBatchLoad, SubBatchLoad]:
         """As the estimator takes them, before the work is scheduled."""

@@ -3,12 +3,14 @@
 from dataclasses import dataclass
 
 from planner_svc.estimator import Calibration, Estimator
-from planner_svc.plan import Mode
 from planner_svc.scheduler.balance import Balance, is_aged
 from planner_svc.scheduler.batch import Batch, Chunk
 from planner_svc.scheduler.limits import ModePolicy
 from planner_svc.scheduler.placement import Decodes
 from planner_svc.scheduler.sequence import Sequence
+
+_SHORTEST_S = 1e-9
+"""An estimator without measurements says 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,9 +18,8 @@ class Decision:
     """The batch to run and what is thought of it."""
 
     batch: Batch
-    mode: Mode
     uncalibrated_s: float
-    """The estimator's word; 0 where nothing is computed."""
+    """The estimator's word."""
     passed_over: tuple[Sequence, ...]
     """Could have run, and did not for the sake of balance or throughput."""
 
@@ -32,29 +33,36 @@ def decide(
     residents: list[Sequence],
     swap_bytes: int,
 ) -> Decision:
-    """Chooses among what has room. The decision alone changes nothing outside the batch it returns."""
-    batch = Batch(chunks, decodes.gpu)
-    balance = Balance(estimator, batch)
+    """Chooses among what has room. Changes nothing outside the batch it returns."""
+    pipelined = Batch(chunks, decodes.gpu)
+    balance = Balance(estimator, pipelined)
     nothing_else = not chunks and not decodes.gpu
     balance.place_cpu_decodes(decodes.host, waive=policy == "asymmetric" or nothing_else)
     held_back = balance.hold_back_host_prompts(residents) if policy == "auto" else []
+    candidates = [pipelined] if policy != "auto" or not decodes.host else _choices(pipelined, decodes.host)
+    seconds = [estimator.iteration_s(*candidate.loads(), swap_bytes) for candidate in candidates]
 
-    def predict(candidate: Batch) -> float:
-        return estimator.iteration_s(*candidate.loads(), swap_bytes)
+    def tokens_per_s(index: int) -> float:
+        predicted_s = seconds[index] * calibration.factor(candidates[index].mode)
+        return candidates[index].tokens_out / max(predicted_s, _SHORTEST_S)
 
-    seconds = predict(batch)
-    if policy == "auto" and batch.num_cpu_decodes and (batch.chunks or batch.gpu_decodes):
-        gpu_only = batch.without_cpu_decodes()
-        gpu_only_s = predict(gpu_only)
-        must_run = any(is_aged(sequence) for part in batch.cpu_decodes for sequence in part)
-        # Cross-multiplied rates: no division by a prediction of 0.
-        asymmetric_is_slower = batch.tokens_out * gpu_only_s * calibration.factor(
-            Mode.GPU_ONLY
-        ) <= gpu_only.tokens_out * seconds * calibration.factor(Mode.ASYMMETRIC)
-        if asymmetric_is_slower and not must_run:
-            batch, seconds = gpu_only, gpu_only_s
+    best = max(range(len(candidates)), key=tokens_per_s)  # of equals the first, and so the simplest
+    batch = candidates[best]
     running = {sequence.sequence_id for part in batch.cpu_decodes for sequence in part}
     passed_over = [sequence for sequence in decodes.host if sequence.sequence_id not in running]
-    mode = Mode.ASYMMETRIC if running else Mode.GPU_ONLY
-    has_work = bool(running or batch.chunks or batch.gpu_decodes)
-    return Decision(batch, mode, seconds if has_work else 0.0, (*passed_over, *held_back))
+    return Decision(batch, seconds[best], (*passed_over, *held_back))
+
+
+def _choices(pipelined: Batch, host_decodes: list[Sequence]) -> list[Batch]:
+    """GPU-only, one batch and two sub-batches, as far as they keep liveness.
+
+    One batch with all CPU decodes beside the GPU's attention of the same layer leaves the weights to be read once:
+    with few CPU decodes a second sub-batch costs more than it hides.
+    """
+    must_run = any(is_aged(sequence) for sequence in host_decodes)
+    gpu_only = Batch(pipelined.chunks, pipelined.gpu_decodes)
+    one_batch = Batch(pipelined.chunks, pipelined.gpu_decodes, (host_decodes, []))
+    choices = [one_batch, pipelined]
+    if gpu_only.has_work and not must_run:
+        choices.insert(0, gpu_only)
+    return choices

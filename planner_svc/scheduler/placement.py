@@ -71,10 +71,11 @@ class Placement:
                 continue
             if head is not None and not self._host_decodes and head.sequence_id < sequence.sequence_id:
                 return
-            needed = len(sequence.blocks) + residency.num_missing(sequence)
-            if needed + self.margin(Tier.GPU, residency.num_on(Tier.GPU)) > residency.free(Tier.GPU):
-                return
-            residency.move(sequence, Tier.GPU)
+            needed = len(sequence.blocks) + residency.lacks_block(sequence)
+            if needed + self.margin(Tier.GPU, residency.num_on(Tier.GPU)) <= residency.free(Tier.GPU):
+                residency.move(sequence, Tier.GPU)
+            elif not self._host_decodes:
+                return  # A parked one only waits; none may overtake it.
 
     def _fits_empty_gpu(self, sequence: Sequence) -> bool:
         return self._capacity.blocks_for(sequence.num_tokens) <= self._capacity.gpu_blocks
@@ -84,34 +85,36 @@ class Placement:
 
         Blocks on the GPU are given now; on the host promised, since the balance may yet pass a sequence over.
         """
-        decodes = Decodes()
-        for sequence in list(self._residency.sequences):
+        decodes, residency = Decodes(), self._residency
+        for sequence in list(residency.sequences):
             if budget == 0:
                 break
             # Earlier, older ones may have evicted it.
             if sequence.state is not State.RUNNING or sequence.prefilling or not self.computes_in(sequence.tier):
                 continue
-            if not self._find_room(sequence):
+            lacks_block = residency.lacks_block(sequence)
+            if lacks_block and not self._find_room(sequence):
                 continue
             budget -= 1
             if sequence.tier is Tier.GPU:
-                self._residency.grow(sequence)
                 decodes.gpu.append(sequence)
+                if lacks_block:
+                    residency.grow(sequence)
             else:
-                self._residency.promise_host_growth(sequence)
                 decodes.host.append(sequence)
+                if lacks_block:
+                    residency.promise_host_block()
         return decodes
 
     def _find_room(self, sequence: Sequence) -> bool:
-        """Room for one more token, in its tier or in the other. False: it keeps its blocks and waits for older ones."""
+        """Room for one more block, in its tier or the other. False: it keeps what it has and waits for older ones."""
         residency = self._residency
-        missing = residency.num_missing(sequence)
-        if missing == 0 or self._make_room(sequence.tier, missing, sequence):
+        if self._make_room(sequence.tier, 1, sequence):
             return True
         other = Tier.HOST if sequence.tier is Tier.GPU else Tier.GPU
         if residency.has_moved(sequence) or not self.computes_in(other):
             return False
-        needed = len(sequence.blocks) + missing
+        needed = len(sequence.blocks) + 1
         if needed > self._capacity.blocks(sequence.tier):
             if not self._make_room(other, needed, sequence):
                 return False

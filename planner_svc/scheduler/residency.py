@@ -20,7 +20,7 @@ class Changes:
     new_sequences: list[NewSequence] = field(default_factory=list)
     swaps: dict[int, Swap] = field(default_factory=dict)
     """By sequence: at most one move in a plan."""
-    new_blocks: dict[int, list[int]] = field(default_factory=dict)
+    new_blocks: dict[int, tuple[int, ...]] = field(default_factory=dict)
     vacated_host_blocks: list[int] = field(default_factory=list)
     """Left by swaps to the GPU. The copies to the host run first, so these can't be handed out in the same plan."""
 
@@ -32,14 +32,14 @@ class Changes:
         return tuple(sorted(self.swaps.values(), key=lambda swap: swap.target is Tier.GPU))
 
     def ordered_new_blocks(self) -> tuple[NewBlocks, ...]:
-        return tuple(NewBlocks(sequence_id, tuple(blocks)) for sequence_id, blocks in self.new_blocks.items())
+        return tuple(NewBlocks(sequence_id, blocks) for sequence_id, blocks in self.new_blocks.items())
 
 
 class Residency:
     """Every operation keeps three things in step: the sequence, its tier's allocator, and `changes`."""
 
     def __init__(self, capacity: Capacity) -> None:
-        self._capacity = capacity
+        self._block_tokens = capacity.block_tokens
         self._allocators = {tier: BlockAllocator(capacity.blocks(tier)) for tier in Tier}
         self._num_on = dict.fromkeys(Tier, 0)
         self._promised_host_blocks = 0
@@ -65,16 +65,16 @@ class Residency:
         """Whether the next plan already moves it."""
         return sequence.sequence_id in self.changes.swaps
 
-    def num_missing(self, sequence: Sequence) -> int:
-        """Blocks that it lacks for one more token."""
-        return max(0, self._capacity.blocks_for(sequence.num_computed_tokens + 1) - len(sequence.blocks))
+    def lacks_block(self, sequence: Sequence) -> bool:
+        """Whether one more token needs one more block."""
+        return sequence.num_computed_tokens >= len(sequence.blocks) * self._block_tokens
 
     def admit(self, sequence: Sequence, tier: Tier) -> None:
         """Gives it blocks for all it has to prefill, so that a prompt once begun never runs out of room."""
         tokens = sequence.token_ids
         sequence.state = State.RUNNING
         sequence.tier = tier
-        sequence.blocks = self._allocators[tier].allocate(self._capacity.blocks_for(len(tokens)))
+        sequence.blocks = self._allocators[tier].allocate(-(-len(tokens) // self._block_tokens))
         sequence.num_prefill_tokens = len(tokens)
         sequence.num_computed_tokens = 0
         sequence.num_passed_over = 0
@@ -91,21 +91,19 @@ class Residency:
             )
         )
 
-    def promise_host_growth(self, sequence: Sequence) -> None:
-        """Keeps host blocks for one more token of a sequence that may yet be passed over in this plan."""
-        self._promised_host_blocks += self.num_missing(sequence)
+    def promise_host_block(self) -> None:
+        """Keeps a host block for a sequence that lacks one and may yet be passed over in this plan."""
+        self._promised_host_blocks += 1
 
     def redeem_promises(self) -> None:
         """From here on, promised blocks are given by `grow` or free again."""
         self._promised_host_blocks = 0
 
     def grow(self, sequence: Sequence) -> None:
-        """Gives it blocks for one more token."""
-        missing = self.num_missing(sequence)
-        if missing:
-            blocks = self._allocators[sequence.tier].allocate(missing)
-            sequence.blocks += blocks
-            self.changes.new_blocks.setdefault(sequence.sequence_id, []).extend(blocks)
+        """Gives it the block that it lacks for one more token."""
+        blocks = self._allocators[sequence.tier].allocate(1)
+        sequence.blocks += blocks
+        self.changes.new_blocks[sequence.sequence_id] = tuple(blocks)
 
     def move(self, sequence: Sequence, target: Tier) -> None:
         """Swaps it out or in, at most once in a plan. It keeps as many blocks as it had."""

@@ -129,16 +129,16 @@ class Scheduler:
         for sequence in decision.passed_over:
             sequence.num_passed_over += 1
         expected = self._reserve(decision.batch)
-        computes = bool(decision.batch.sub_batches())
-        self._nothing_to_plan = not (computes or residency.changes)
+        batch, uncalibrated_s = decision.batch, decision.uncalibrated_s
+        self._nothing_to_plan = not (batch.has_work or residency.changes)
         if self._nothing_to_plan:
             return None
         self._iteration += 1
-        self._in_flight.append(_InFlight(self._iteration, decision.mode, computes, decision.uncalibrated_s, expected))
-        predicted_s = decision.uncalibrated_s * self._calibration.factor(decision.mode)
-        return self._make_plan(decision.batch, decision.mode, predicted_s)
+        self._in_flight.append(_InFlight(self._iteration, batch.mode, batch.has_work, uncalibrated_s, expected))
+        predicted_s = uncalibrated_s * self._calibration.factor(batch.mode)
+        return self._make_plan(batch, predicted_s)
 
-    def _make_plan(self, batch: Batch, mode: Mode, predicted_s: float) -> IterationPlan:
+    def _make_plan(self, batch: Batch, predicted_s: float) -> IterationPlan:
         changes = self._residency.take_changes()
         swaps = changes.ordered_swaps()
         if swaps:
@@ -147,7 +147,7 @@ class Scheduler:
         return IterationPlan(
             epoch=self._epoch,
             iteration=self._iteration,
-            mode=mode,
+            mode=batch.mode,
             released=tuple(changes.released),
             new_sequences=tuple(changes.new_sequences),
             swaps=swaps,
@@ -163,7 +163,8 @@ class Scheduler:
         residency.redeem_promises()
         prefilled = recomputed = 0
         for sequence in (*batch.cpu_decodes[0], *batch.cpu_decodes[1]):
-            residency.grow(sequence)
+            if residency.lacks_block(sequence):
+                residency.grow(sequence)
         for chunk in batch.chunks:
             sequence = chunk.sequence
             if chunk.is_admission:
@@ -201,7 +202,8 @@ class Scheduler:
             raise ValueError(f"iteration {result.iteration} yields tokens of other sequences than planned")
         self._in_flight.popleft()
         self._nothing_to_plan = False
-        self._calibration.observe(planned.mode, planned.uncalibrated_s, result.timings.total_ns / 1e9)
+        if planned.computes:
+            self._calibration.observe(planned.mode, planned.uncalibrated_s, result.timings.total_ns / 1e9)
         events = [
             self._take_token(sequence, token_id, result)
             for sequence_id, token_id in result.tokens

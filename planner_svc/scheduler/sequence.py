@@ -15,11 +15,6 @@ class SequenceRequest:
     sampling: Sampling
     end_token_ids: frozenset[int]
 
-    @property
-    def max_kv_tokens(self) -> int:
-        """Most tokens whose KV is ever kept. The last token is sent, never attended."""
-        return len(self.prompt) + self.max_new_tokens - 1
-
 
 class State(Enum):
     """Where a sequence stands. `finish` and `reset` lead out of each."""

@@ -1,0 +1,220 @@
+"""An executor that computes nothing but checks every plan as strictly as a real one, down to what each block holds."""
+
+from dataclasses import dataclass, field
+
+from planner_svc.estimator import DecodePoint, LinearPoint, OperationTables, PrefillPoint, TableEstimator
+from planner_svc.plan import IterationPlan, IterationResult, Mode, PrefillChunk, Tier, Timings, TokenLogprobs
+from planner_svc.scheduler import Capacity
+
+NUM_TOKEN_IDS = 23
+
+
+def token_after(prompt: tuple[int, ...], index: int) -> int:
+    """The token number `index` that the fabricated model generates for a prompt."""
+    return (sum((place + 3) * token for place, token in enumerate(prompt)) + 11 * index * index + len(prompt)) % (
+        NUM_TOKEN_IDS
+    )
+
+
+def expected_tokens(prompt: tuple[int, ...], max_new_tokens: int, end_token_ids: frozenset[int]) -> list[int]:
+    """All that a request must be sent."""
+    tokens: list[int] = []
+    while len(tokens) < max_new_tokens and not (tokens and tokens[-1] in end_token_ids):
+        tokens.append(token_after(prompt, len(tokens)))
+    return tokens
+
+
+def make_estimator(
+    *, linear_floor_s: float = 1e-3, linear_token_s: float = 1e-5, cpu_token_s: float = 1e-5, num_layers: int = 2
+) -> TableEstimator:
+    """Linear operations cost a floor and then by token; attention by context token, on the GPU a tenth of the CPU's."""
+    knee = max(1, round(linear_floor_s / linear_token_s)) if linear_token_s else 1
+    linear = (
+        LinearPoint(1, linear_floor_s),
+        LinearPoint(knee + 1, linear_floor_s),
+        LinearPoint(2 * knee + 1, linear_floor_s + knee * linear_token_s),
+    )
+
+    def decode(token_s: float) -> tuple[DecodePoint, ...]:
+        return tuple(DecodePoint(n, n * mean, n * mean * token_s) for n in (1, 100) for mean in (1, 1000))
+
+    return TableEstimator(
+        OperationTables(
+            linear=linear,
+            prefill=tuple(PrefillPoint(c, p, c * (c + p) * 1e-9) for c in (1, 512) for p in (0, 4096)),
+            gpu_decode=decode(cpu_token_s / 10),
+            cpu_decode=decode(cpu_token_s),
+            head=(LinearPoint(1, 1e-4), LinearPoint(101, 2e-4)),
+            swap_bytes_per_s=1e9,
+            iteration_s=1e-4,
+        ),
+        num_layers,
+    )
+
+
+@dataclass
+class Known:
+    """A sequence as the executor holds it."""
+
+    tokens: list[int]
+    num_prefill: int
+    num_generated: int
+    tier: Tier
+    blocks: list[int]
+    num_logprobs: int
+    computed: int = 0
+
+
+Cell = tuple[int, int, int]  # (sequence_id, position, token_id): the KV of one token
+
+
+@dataclass
+class FakeExecutor:
+    """Any contradiction in a plan fails an assertion."""
+
+    capacity: Capacity
+    epoch: int = 1
+    policy: str = "auto"
+    num_iterations: int = 0
+    sequences: dict[int, Known] = field(default_factory=dict)
+    kv: dict[tuple[Tier, int, int], Cell] = field(default_factory=dict)
+    modes: list[Mode] = field(default_factory=list)
+    cpu_decodes: int = 0
+    swaps: int = 0
+
+    def run(self, plan: IterationPlan, total_ns: int = 1_000_000) -> IterationResult:
+        """Checks and performs a plan, in the order the contract gives."""
+        assert plan.epoch == self.epoch
+        assert plan.iteration == self.num_iterations + 1
+        self.num_iterations += 1
+        self._apply_differences(plan)
+        self._check_ownership(plan)
+        tokens = self._compute(plan)
+        logprobs = {
+            sequence_id: TokenLogprobs(-0.5, ())
+            for sequence_id, _ in tokens
+            if self.sequences[sequence_id].num_logprobs >= 0
+        }
+        return IterationResult(
+            self.epoch, plan.iteration, tokens, logprobs=logprobs, timings=Timings(total_ns=total_ns)
+        )
+
+    def _apply_differences(self, plan: IterationPlan) -> None:
+        assert len(set(plan.released)) == len(plan.released)
+        for sequence_id in plan.released:
+            del self.sequences[sequence_id]
+        for new in plan.new_sequences:
+            assert new.sequence_id not in self.sequences
+            assert new.token_ids
+            self.sequences[new.sequence_id] = Known(
+                tokens=list(new.token_ids),
+                num_prefill=len(new.token_ids),
+                num_generated=new.num_generated_tokens,
+                tier=new.tier,
+                blocks=list(new.blocks),
+                num_logprobs=new.sampling.num_logprobs,
+            )
+        assert len(self.sequences) <= self.capacity.max_sequences
+        targets = [swap.target for swap in plan.swaps]
+        assert targets == sorted(targets, key=lambda target: target is Tier.GPU), "to the host first"
+        assert len({swap.sequence_id for swap in plan.swaps}) == len(plan.swaps)
+        introduced = {new.sequence_id for new in plan.new_sequences}
+        for swap in plan.swaps:
+            assert swap.sequence_id not in introduced
+            self._move(swap.sequence_id, swap.target, list(swap.blocks))
+        for more in plan.new_blocks:
+            assert more.blocks
+            self.sequences[more.sequence_id].blocks += more.blocks
+
+    def _move(self, sequence_id: int, target: Tier, blocks: list[int]) -> None:
+        known = self.sequences[sequence_id]
+        assert known.tier is not target
+        assert len(blocks) == len(known.blocks)
+        self.swaps += 1
+        size = self.capacity.block_tokens
+        for source_block, target_block in zip(known.blocks, blocks, strict=True):
+            for offset in range(size):
+                cell = self.kv.get((known.tier, source_block, offset))
+                self.kv.pop((target, target_block, offset), None)
+                if cell is not None:
+                    self.kv[target, target_block, offset] = cell
+        known.tier, known.blocks = target, blocks
+
+    def _check_ownership(self, plan: IterationPlan) -> None:
+        for tier in Tier:
+            owned = [block for known in self.sequences.values() if known.tier is tier for block in known.blocks]
+            assert len(set(owned)) == len(owned), f"{tier} block owned twice"
+            assert all(0 <= block < self.capacity.blocks(tier) for block in owned)
+        assert plan.host_blocks_used == self.blocks_used(Tier.HOST)
+
+    def blocks_used(self, tier: Tier) -> int:
+        return sum(len(known.blocks) for known in self.sequences.values() if known.tier is tier)
+
+    def _compute(self, plan: IterationPlan) -> tuple[tuple[int, int], ...]:
+        batches = plan.sub_batches
+        assert len(batches) <= 2
+        assert all(batch.num_tokens for batch in batches), "an empty sub-batch"
+        assert not any(batch.prefills or batch.gpu_decodes for batch in batches[1:])
+        assert sum(batch.num_tokens for batch in batches) <= self.capacity.max_batch_tokens
+        cpu_decodes = [sequence_id for batch in batches for sequence_id in batch.cpu_decodes]
+        assert (plan.mode is Mode.ASYMMETRIC) == bool(cpu_decodes)
+        assert not (cpu_decodes and self.policy == "gpu_only")
+        if batches:
+            self.modes.append(plan.mode)
+        self.cpu_decodes += len(cpu_decodes)
+        computed: list[int] = []
+        tokens: list[tuple[int, int]] = []
+        for batch in batches:
+            for chunk in batch.prefills:
+                computed.append(chunk.sequence_id)
+                tokens += self._prefill(chunk)
+            for decodes, tier in ((batch.gpu_decodes, Tier.GPU), (batch.cpu_decodes, Tier.HOST)):
+                for sequence_id in decodes:
+                    computed.append(sequence_id)
+                    tokens.append(self._decode(sequence_id, tier))
+        assert len(set(computed)) == len(computed), "a sequence twice in an iteration"
+        grown = {more.sequence_id for more in plan.new_blocks}
+        assert grown <= set(computed), "blocks for a sequence that does not compute"
+        return tuple(tokens)
+
+    def _prefill(self, chunk: PrefillChunk) -> list[tuple[int, int]]:
+        known = self.sequences[chunk.sequence_id]
+        assert chunk.num_tokens > 0
+        assert chunk.start == known.computed
+        assert chunk.start + chunk.num_tokens <= known.num_prefill
+        if self.policy == "gpu_only":
+            assert known.tier is Tier.GPU
+        for position in range(chunk.start, chunk.start + chunk.num_tokens):
+            self._store(chunk.sequence_id, known, position)
+        known.computed += chunk.num_tokens
+        self._attend(chunk.sequence_id, known)
+        return [self._sample(chunk.sequence_id, known)] if known.computed == known.num_prefill else []
+
+    def _decode(self, sequence_id: int, tier: Tier) -> tuple[int, int]:
+        known = self.sequences[sequence_id]
+        assert known.tier is tier
+        assert known.computed >= known.num_prefill, "decodes before its prompt is complete"
+        assert known.computed == len(known.tokens) - 1
+        self._store(sequence_id, known, known.computed)
+        known.computed += 1
+        self._attend(sequence_id, known)
+        return self._sample(sequence_id, known)
+
+    def _store(self, sequence_id: int, known: Known, position: int) -> None:
+        block, offset = divmod(position, self.capacity.block_tokens)
+        assert block < len(known.blocks), "no block for this token"
+        self.kv[known.tier, known.blocks[block], offset] = (sequence_id, position, known.tokens[position])
+
+    def _attend(self, sequence_id: int, known: Known) -> None:
+        """Reads all KV of a sequence: a block reused too early, or copied wrongly, shows here."""
+        for position in range(known.computed):
+            block, offset = divmod(position, self.capacity.block_tokens)
+            cell = self.kv.get((known.tier, known.blocks[block], offset))
+            assert cell == (sequence_id, position, known.tokens[position])
+
+    def _sample(self, sequence_id: int, known: Known) -> tuple[int, int]:
+        prompt = tuple(known.tokens[: len(known.tokens) - known.num_generated])
+        token = token_after(prompt, known.num_generated)
+        known.tokens.append(token)
+        known.num_generated += 1
+        return sequence_id, token
