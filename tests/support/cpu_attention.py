@@ -1,0 +1,104 @@
+"""A plain float64 reference of decode attention, and the real cpu_attn_svc in a process of its own."""
+
+import dataclasses
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import numpy.typing as npt
+
+from neoflex.v1 import cpu_attention_pb2 as pb
+from neoflex.v1 import cpu_attention_pb2_grpc
+from svc_common.tensor_plane import RegionShape, TensorPlane
+
+Array = npt.NDArray[Any]
+
+TOLERANCE = {"fp32": 4e-6, "fp16": 2e-3, "bf16": 2e-2}
+"""Largest error of an output of about 1, by the type it is rounded to."""
+
+
+def encode(values: Array, dtype: str) -> Array:
+    if dtype == "fp16":
+        return values.astype(np.float16)
+    if dtype == "fp32":
+        return values.astype(np.float32)
+    bits = values.astype(np.float32).view(np.uint32).astype(np.uint64)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def decode(array: Array) -> npt.NDArray[np.float64]:
+    if array.dtype == np.uint16:
+        return (array.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return array.astype(np.float64)
+
+
+def attention(
+    q: Array, pool_layer: Array, tables: Array, context_tokens: Array, scale: float, window: int
+) -> npt.NDArray[np.float64]:
+    """[n, num_q_heads, head_dim] of values as `decode` gives them, by the formula."""
+    block_tokens, num_kv_heads = pool_layer.shape[3], pool_layer.shape[2]
+    group = q.shape[1] // num_kv_heads
+    out = np.empty(q.shape)
+    for i, context in enumerate(context_tokens):
+        positions = np.arange(max(0, context - window) if window else 0, context)
+        rows = pool_layer[tables[i][positions // block_tokens], :, :, positions % block_tokens]
+        for head in range(q.shape[1]):
+            scores = rows[:, 0, head // group] @ q[i, head] * scale
+            weights = np.exp(scores - scores.max())
+            out[i, head] = weights @ rows[:, 1, head // group] / weights.sum()
+    return out
+
+
+class Service:
+    """`python -m cpu_attn_svc` on a Unix socket, with a segment directory of its own."""
+
+    def __init__(self, directory: Path, **cpu_attn: object) -> None:
+        self.segment_dir = directory / "segments"
+        self.segment_dir.mkdir(exist_ok=True)
+        self.kv_bytes = int(str(cpu_attn.get("kv_bytes", 4 * 2**20)))
+        listen = f"unix:{directory / 'control'}"
+        values = {
+            "listen": listen,
+            "kv_bytes": self.kv_bytes,
+            "segment_dir": self.segment_dir,
+            "num_threads": 1,
+            **cpu_attn,
+        }
+        config = directory / "config.toml"
+        lines = [f"{key} = {value if isinstance(value, int) else repr(str(value))}" for key, value in values.items()]
+        config.write_text("\n".join(["[cpu_attn]", *lines]))
+        self.process = subprocess.Popen([sys.executable, "-m", "cpu_attn_svc", "--config", str(config)])
+        self._channel = grpc.insecure_channel(listen)
+        self.stub = cpu_attention_pb2_grpc.CpuAttentionServiceStub(self._channel)
+
+    def wait_ready(self) -> "Service":
+        grpc.channel_ready_future(self._channel).result(30)
+        return self
+
+    def open(self, epoch: int, shape: RegionShape) -> pb.OpenRegionResponse:
+        return self.stub.OpenRegion(pb.OpenRegionRequest(epoch=epoch, **dataclasses.asdict(shape)), timeout=20)
+
+    def attach(self, epoch: int, shape: RegionShape) -> TensorPlane:
+        opened = self.open(epoch, shape)
+        return TensorPlane.attach(opened.path, opened.descriptor_endpoint, epoch, shape)
+
+    def status(self) -> pb.GetCpuAttentionStatusResponse:
+        return self.stub.GetCpuAttentionStatus(pb.GetCpuAttentionStatusRequest(), timeout=20)
+
+    def segments(self) -> list[str]:
+        return sorted(path.name for path in self.segment_dir.rglob("*"))
+
+    def until(self, holds: Callable[["Service"], bool]) -> None:
+        """Asks again and again; a test's own time limit ends it."""
+        while not holds(self):
+            time.sleep(0.01)
+
+    def end(self) -> None:
+        self._channel.close()
+        self.process.kill()
+        self.process.wait()
