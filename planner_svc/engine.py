@@ -54,6 +54,8 @@ class Engine:
         self.counters = Counters()
         self.wake = asyncio.Event()
         """Set when there may be something to plan."""
+        self.changed = asyncio.Event()
+        """Set when readiness may have changed other than by time."""
         self.idle = asyncio.Event()
         """Set while no request is in hand."""
         self.idle.set()
@@ -133,10 +135,12 @@ class Engine:
         for sequence_id in lost:
             self._fail(self._by_sequence[sequence_id], error)
         self.wake.set()
+        self.changed.set()
 
     def close(self, error: ServiceError) -> None:
         """No executor: every request fails, and new ones are refused until `open`."""
         self._is_open = False
+        self.changed.set()
         self.fail_all(error)
 
     def abandon(self, error: ServiceError) -> None:
@@ -187,6 +191,7 @@ class Engine:
     def drain(self) -> None:
         """Accepts nothing more; `idle` tells when the requests in hand have ended."""
         self._draining = True
+        self.changed.set()
 
     # --- what health and load balancers ask
 

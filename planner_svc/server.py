@@ -14,7 +14,7 @@ from svc_common.errors import unavailable
 from svc_common.grpc_server import GrpcServer
 
 SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
-_HEALTH_EVERY_S = 0.25
+_HEALTH_EVERY_S = 0.5
 _CLOSE_S = 1.0
 """For answers that are on their way when the server stops."""
 
@@ -52,7 +52,6 @@ class PlannerServer:
     async def stop(self, grace_s: float) -> None:
         """Refuses new requests, lets those in hand go on for `grace_s` seconds, and ends."""
         self._engine.drain()
-        await self._server.set_ready(False)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._engine.idle.wait(), grace_s)
         self._engine.fail_all(unavailable("DRAINING", "the server is shutting down"))
@@ -67,6 +66,8 @@ class PlannerServer:
     async def _publish_health(self) -> None:
         """Tells watchers whether a request would be served, and whether those in hand get ahead."""
         while True:
+            self._engine.changed.clear()
             await self._server.set_alive(self._engine.is_alive())
             await self._server.set_ready(self._engine.is_ready())
-            await asyncio.sleep(_HEALTH_EVERY_S)
+            with contextlib.suppress(TimeoutError):  # A stall is a matter of time alone.
+                await asyncio.wait_for(self._engine.changed.wait(), _HEALTH_EVERY_S)

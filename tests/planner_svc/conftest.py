@@ -1,0 +1,47 @@
+"""Starts planners for the tests of this folder."""
+
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+from support.fake_workers import FakeExecutor, FakeHost
+from support.planner_rig import MODEL, Rig, StartRig
+
+from planner_svc.server import PlannerServer
+from svc_common.config import parse
+
+
+@pytest.fixture
+async def start_rig() -> AsyncIterator[StartRig]:
+    """Called with an executor, a host or None, and values for the planner's section."""
+    rigs: list[Rig] = []
+
+    async def start(
+        executor: FakeExecutor | None = None, host: FakeHost | None = None, ready: bool = True, **planner: object
+    ) -> Rig:
+        executor = executor or FakeExecutor()
+        executor.host = host
+        config = parse(
+            {
+                "planner": {"listen": "127.0.0.1:0", **planner},
+                "gpu": {"listen": await executor.start()},
+                "cpu_attn": {"listen": await host.start()} if host else {"kv_bytes": 0},
+            },
+            "test",
+        )
+        server = PlannerServer(config, MODEL)
+        await server.start()
+        rig = Rig(server, executor, host, grpc.aio.insecure_channel(server.address))
+        rigs.append(rig)
+        if ready:
+            await rig.until_ready()
+        return rig
+
+    yield start
+    for rig in rigs:
+        await rig.channel.close()
+        await rig.server.stop(0)
+        await rig.executor.kill()
+        if rig.host and rig.host.alive:
+            await rig.host.kill()
+        assert rig.executor.problems == []

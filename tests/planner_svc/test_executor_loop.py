@@ -1,0 +1,245 @@
+"""Whatever becomes of the workers: no request hangs, those that can go on do, and service comes back."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import pytest
+from support.fake_workers import FakeExecutor, FakeHost
+from support.planner_rig import (
+    CONTEXT_TOKENS,
+    TOKENIZER,
+    Rig,
+    StartRig,
+    collect,
+    first_delta,
+    refused,
+    request,
+    streaming,
+)
+
+from neoflex.v1 import executor_pb2
+from neoflex.v1 import inference_pb2 as pb
+
+FOREVER = 150
+LONG_PROMPT = "x" * 40
+"""Ten blocks: more than the GPU of `two_tiers` has."""
+
+
+def two_tiers() -> FakeExecutor:
+    return FakeExecutor(gpu_blocks=8, host_blocks=100, iteration_s=0.02)
+
+
+def answer_of(rig: Rig, text: str, num_tokens: int) -> list[int]:
+    prompt = tuple(TOKENIZER.encode(text))
+    return [rig.executor.answer(prompt, index) for index in range(num_tokens)]
+
+
+def tokens_of(messages: list[pb.GenerateStreamResponse]) -> list[int]:
+    return [token for message in messages for token in message.delta.token_ids]
+
+
+async def host_blocks(rig: Rig) -> int:
+    info = await rig.stub.GetServerInfo(pb.GetServerInfoRequest())
+    return int(info.host_blocks)
+
+
+def has_host_blocks(rig: Rig, number: int) -> Callable[[], Any]:
+    async def holds() -> bool:
+        return await host_blocks(rig) == number
+
+    return holds
+
+
+async def is_not_ready(rig: Rig) -> bool:
+    return not await rig.is_serving()
+
+
+async def test_the_executor_dies_and_comes_back(start_rig: StartRig) -> None:
+    rig = await start_rig(FakeExecutor(iteration_s=0.02))
+    streams = [rig.stub.GenerateStream(streaming(request(text, max_tokens=FOREVER))) for text in ("the", "abc")]
+    for stream in streams:
+        await first_delta(stream)
+    await rig.executor.kill()
+    for stream in streams:
+        code, reason, _ = await refused(collect(stream))
+        assert (code, reason) == (grpc.StatusCode.UNAVAILABLE, "EXECUTOR_LOST")
+    await rig.until(lambda: is_not_ready(rig))
+    assert (await refused(rig.stub.Generate(request())))[:2] == (grpc.StatusCode.UNAVAILABLE, "LOADING")
+    await rig.executor.start()
+    await rig.until_ready()
+    assert list((await rig.stub.Generate(request("the", max_tokens=3))).token_ids) == answer_of(rig, "the", 3)
+    first, second = rig.executor.epochs
+    assert second.epoch > first.epoch
+    assert second.profile
+
+
+async def test_the_executor_dies_while_idle(start_rig: StartRig) -> None:
+    rig = await start_rig()
+    await rig.executor.kill()
+    await rig.until(lambda: is_not_ready(rig))
+    await rig.executor.start()
+    await rig.until_ready()
+    assert len((await rig.stub.Generate(request(max_tokens=3))).token_ids) == 3
+
+
+async def test_epochs_say_what_the_planner_keeps_to_and_grow_over_restarts(start_rig: StartRig) -> None:
+    rig = await start_rig(max_running_sequences=7, max_batch_tokens=33)
+    [opened] = rig.executor.epochs
+    assert (opened.max_sequences, opened.max_batch_tokens, opened.max_sequence_tokens) == (7, 33, CONTEXT_TOKENS)
+    assert opened.profile
+    # A planner with a slower clock: FakeExecutor complains of an epoch that does not follow.
+    opened.epoch += 10**18
+    await rig.server.stop(0)
+    await rig.executor.kill()
+    await start_rig(rig.executor)
+    assert rig.executor.epochs[1].epoch == opened.epoch + 1
+
+
+async def test_losing_cpu_attention_ends_its_requests_and_the_others_go_on(start_rig: StartRig) -> None:
+    rig = await start_rig(two_tiers(), FakeHost())
+    on_gpu = rig.stub.GenerateStream(streaming(request("the", max_tokens=25)))
+    assert list((await first_delta(on_gpu)).token_ids) == answer_of(rig, "the", 1)
+    on_host = rig.stub.GenerateStream(streaming(request(LONG_PROMPT, max_tokens=FOREVER)))
+    await first_delta(on_host)
+    assert rig.host is not None
+    await rig.host.kill()
+    code, reason, _ = await refused(collect(on_host))
+    assert (code, reason) == (grpc.StatusCode.UNAVAILABLE, "CPU_ATTENTION_LOST")
+    rest = await collect(on_gpu)
+    assert tokens_of(rest) == answer_of(rig, "the", 25)[1:]
+    assert rest[-1].finished.usage.recomputations == 1
+    assert await host_blocks(rig) == 0
+    # Without the host tier the long prompt fits nowhere, but it will.
+    code, reason, _ = await refused(rig.stub.Generate(request(LONG_PROMPT)))
+    assert (code, reason) == (grpc.StatusCode.UNAVAILABLE, "CPU_ATTENTION_LOST")
+    await rig.host.start()
+    await rig.until(has_host_blocks(rig, 100))
+    answer = await rig.stub.Generate(request(LONG_PROMPT, max_tokens=4))
+    assert list(answer.token_ids) == answer_of(rig, LONG_PROMPT, 4)
+    assert [opened.profile for opened in rig.executor.epochs] == [True, False, False]
+
+
+async def test_requests_go_on_when_cpu_attention_comes_back(start_rig: StartRig) -> None:
+    rig = await start_rig(two_tiers(), FakeHost())
+    assert rig.host is not None
+    await rig.host.kill()
+    await rig.until(has_host_blocks(rig, 0))
+    rig.executor.iteration_s = 0.1
+    stream = rig.stub.GenerateStream(streaming(request("the", max_tokens=25)))
+    got = list((await first_delta(stream)).token_ids)
+    await rig.host.start()
+    await rig.until(has_host_blocks(rig, 100))
+    rig.executor.iteration_s = 0
+    rest = await collect(stream)
+    assert got + tokens_of(rest) == answer_of(rig, "the", 25)
+    assert rest[-1].finished.usage.recomputations == 1
+
+
+async def test_cpu_attention_that_restarts_unseen_is_attached_anew(start_rig: StartRig) -> None:
+    rig = await start_rig(two_tiers(), FakeHost())
+    assert rig.host is not None
+    rig.host.region_epoch = 0
+    await rig.until(lambda: len(rig.executor.epochs) == 2)
+    await rig.until(lambda: rig.host is not None and rig.host.region_epoch == rig.executor.epochs[-1].epoch)
+    assert len((await rig.stub.Generate(request(LONG_PROMPT, max_tokens=4))).token_ids) == 4
+
+
+async def test_a_host_only_server_is_not_ready_without_its_host(start_rig: StartRig) -> None:
+    executor = two_tiers()
+    executor.gpu_blocks = 0
+    rig = await start_rig(executor, FakeHost(), mode="asymmetric")
+    stream = rig.stub.GenerateStream(streaming(request("the", max_tokens=FOREVER)))
+    await first_delta(stream)
+    assert rig.host is not None
+    await rig.host.kill()
+    assert (await refused(collect(stream)))[1] == "CPU_ATTENTION_LOST"
+    await rig.until(lambda: is_not_ready(rig))
+    assert await rig.is_serving("liveness")
+    assert (await refused(rig.stub.Generate(request())))[1] == "CPU_ATTENTION_LOST"
+    await rig.host.start()
+    await rig.until_ready()
+    assert len((await rig.stub.Generate(request(max_tokens=3))).token_ids) == 3
+
+
+async def test_start_up_waits_for_both_workers(start_rig: StartRig) -> None:
+    host = FakeHost()
+    rig = await start_rig(two_tiers(), host, ready=False)
+    await host.kill()
+    await rig.executor.kill()
+    rig.executor.epochs.clear()
+    await asyncio.sleep(0.3)
+    assert not await rig.is_serving()
+    await rig.executor.start()
+    await asyncio.sleep(0.3)
+    assert not await rig.is_serving()
+    await host.start()
+    await rig.until_ready()
+    assert await host_blocks(rig) == 100
+
+
+async def test_tables_are_measured_again_where_the_host_was_missing(start_rig: StartRig) -> None:
+    rig = await start_rig(two_tiers(), FakeHost())
+    assert rig.host is not None
+    await rig.host.kill()
+    await rig.executor.kill()
+    await rig.until(lambda: is_not_ready(rig))
+    await rig.executor.start()
+    await rig.until_ready()
+    assert await host_blocks(rig) == 0
+    await rig.host.start()
+    await rig.until(has_host_blocks(rig, 100))
+    assert rig.executor.epochs[-1].profile
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        executor_pb2.EXECUTION_ERROR_DEVICE,
+        executor_pb2.EXECUTION_ERROR_INVALID_PLAN,
+        executor_pb2.EXECUTION_ERROR_STALE,
+    ],
+)
+async def test_a_failed_iteration_ends_the_running_and_the_next_epoch_serves(
+    error: executor_pb2.ExecutionError, start_rig: StartRig
+) -> None:
+    rig = await start_rig(FakeExecutor(iteration_s=0.02))
+    stream = rig.stub.GenerateStream(streaming(request("the", max_tokens=FOREVER)))
+    await first_delta(stream)
+    rig.executor.fail_next = (error, "out of luck")
+    code, reason, failure = await refused(collect(stream))
+    assert (code, reason) == (grpc.StatusCode.UNAVAILABLE, "EXECUTION_FAILED")
+    assert "out of luck" not in (failure.details() or "")
+    assert list((await rig.stub.Generate(request("the", max_tokens=3))).token_ids) == answer_of(rig, "the", 3)
+
+
+async def test_a_result_that_makes_no_sense_costs_the_running_requests_only(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = await start_rig(FakeExecutor(iteration_s=0.02))
+    stream = rig.stub.GenerateStream(streaming(request("the", max_tokens=FOREVER)))
+    await first_delta(stream)
+
+    def nonsense(plan: executor_pb2.IterationPlan) -> executor_pb2.IterationResult:
+        return executor_pb2.IterationResult(epoch=plan.epoch, iteration=plan.iteration + 5)
+
+    monkeypatch.setattr(rig.executor, "_run", nonsense)
+    assert (await refused(collect(stream)))[:2] == (grpc.StatusCode.UNAVAILABLE, "ENGINE_FAILED")
+    monkeypatch.undo()
+    await rig.until(lambda: is_not_ready(rig))
+    await rig.until_ready()
+    assert list((await rig.stub.Generate(request("the", max_tokens=3))).token_ids) == answer_of(rig, "the", 3)
+
+
+async def test_an_attachment_that_keeps_failing_is_tried_ever_less_often(start_rig: StartRig) -> None:
+    rig = await start_rig(two_tiers(), FakeHost())
+    assert rig.host is not None
+    rig.host.refuses = True
+    rig.host.region_epoch = 0
+    await rig.until(has_host_blocks(rig, 0))
+    num_epochs = len(rig.executor.epochs)
+    await asyncio.sleep(4)
+    # Tries come 1 s, 2 s, 4 s ... apart.
+    assert 1 <= len(rig.executor.epochs) - num_epochs <= 2
+    assert len((await rig.stub.Generate(request("the", max_tokens=3))).token_ids) == 3

@@ -1,0 +1,89 @@
+"""What waits for a reader is merged; ends come after all that was generated."""
+
+import asyncio
+
+import pytest
+from support.planner_rig import TOKENIZER
+
+from planner_svc.generation import Delta, EndReason, Finished, Generation, GenerationRequest, Position
+from planner_svc.plan import Sampling, TokenLogprobs
+from svc_common.errors import ServiceError, unavailable
+
+A, B, C = (TOKENIZER.encode(letter)[0] for letter in "abc")
+
+
+def generation(stops: tuple[str, ...] = ()) -> Generation:
+    request = GenerationRequest(
+        request_id="x",
+        prompt=(1, 2, 3),
+        sampling=Sampling(),
+        max_tokens=10,
+        stops=stops,
+        end_token_ids=frozenset({C}),
+        time_limit_s=None,
+        arrival_ns=1000,
+    )
+    return Generation(request, 7, TOKENIZER)
+
+
+async def test_what_a_slow_reader_missed_comes_in_one_delta() -> None:
+    answer = generation()
+    deltas = answer.deltas()
+    answer.push(A, None, False, 1100)
+    assert await anext(deltas) == Delta("a", (A,), ())
+    logprobs = TokenLogprobs(-1.0, ((A, -1.0),))
+    answer.push(B, logprobs, False, 1200)
+    answer.push(A, logprobs, False, 1300)
+    answer.push(C, logprobs, True, 1400)
+    answer.finish(EndReason.END_TOKEN, C, 2, 1500)
+    positions = tuple(Position(token, logprobs) for token in (B, A, C))
+    assert await anext(deltas) == Delta("ba", (B, A, C), positions)
+    with pytest.raises(StopAsyncIteration):
+        await anext(deltas)
+    assert answer.finished == Finished(
+        reason=EndReason.END_TOKEN,
+        matched=C,
+        prompt_tokens=3,
+        completion_tokens=4,
+        time_to_first_token_ns=100,
+        duration_ns=500,
+        recomputations=2,
+    )
+
+
+async def test_a_reader_that_waits_is_woken() -> None:
+    answer = generation()
+    reader = asyncio.create_task(anext(answer.deltas()))
+    await asyncio.sleep(0)
+    assert not reader.done()
+    answer.push(A, None, False, 1100)
+    assert (await reader).token_ids == (A,)
+
+
+async def test_tokens_whose_text_is_held_are_reported_and_the_text_follows() -> None:
+    answer = generation(stops=("abb",))
+    deltas = answer.deltas()
+    assert answer.push(A, None, False, 1100) is None
+    assert await anext(deltas) == Delta("", (A,), ())
+    answer.finish(EndReason.TIME_LIMIT, None, 0, 1200)
+    assert await anext(deltas) == Delta("a", (), ())
+    assert answer.finished.completion_tokens == 1
+
+
+async def test_a_failure_comes_after_what_was_generated() -> None:
+    answer = generation()
+    answer.push(A, None, False, 1100)
+    answer.fail(unavailable("GONE", "gone"))
+    deltas = answer.deltas()
+    assert (await anext(deltas)).text == "a"
+    with pytest.raises(ServiceError, match="gone"):
+        await anext(deltas)
+    with pytest.raises(ServiceError, match="gone"):
+        await answer.whole()
+
+
+async def test_an_end_without_tokens() -> None:
+    answer = generation()
+    answer.finish(EndReason.ABORT, None, 0, 1500)
+    assert await answer.whole() == Delta("", (), ())
+    assert (answer.finished.time_to_first_token_ns, answer.finished.duration_ns) == (0, 500)

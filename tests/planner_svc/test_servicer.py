@@ -1,0 +1,452 @@
+"""What callers see: answers, streams, ends, refusals with their details, and health."""
+
+import asyncio
+
+import grpc
+import pytest
+from google.protobuf.duration_pb2 import Duration
+from google.rpc import error_details_pb2
+from grpc_health.v1 import health_pb2
+from support.fake_workers import BLOCK_BYTES, FakeExecutor, FakeHost
+from support.planner_rig import (
+    CONTEXT_TOKENS,
+    TOKENIZER,
+    Rig,
+    StartRig,
+    collect,
+    detail,
+    first_delta,
+    refused,
+    request,
+    streaming,
+)
+
+from neoflex.v1 import inference_pb2 as pb
+from planner_svc import engine as engine_module
+from planner_svc.server import SERVICE_NAME
+
+FOREVER = 150
+"""Tokens of an answer that a test ends by other means; with `slow` it would take seconds."""
+
+
+def slow() -> FakeExecutor:
+    return FakeExecutor(iteration_s=0.02)
+
+
+# --- answers
+
+
+async def test_generate_returns_the_whole_answer(start_rig: StartRig) -> None:
+    rig = await start_rig()
+    answer = await rig.stub.Generate(request("the", max_tokens=5))
+    assert (answer.text, list(answer.token_ids)) == ("xyzab", [87, 88, 89, 64, 65])
+    assert answer.finish == pb.Finish(reason=pb.FINISH_REASON_LENGTH)
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.recomputations) == (1, 5, 0)
+    assert 0 < answer.usage.time_to_first_token_ns <= answer.usage.duration_ns
+    assert len(answer.request_id) == 32
+
+
+async def test_a_stream_begins_with_the_prompt_and_ends_with_usage(start_rig: StartRig) -> None:
+    rig = await start_rig(slow())
+    message = request("the", max_tokens=5)
+    message.request_id = "mine"
+    first, *deltas, last = await collect(rig.stub.GenerateStream(streaming(message)))
+    assert first.started == pb.GenerationStarted(request_id="mine", prompt_tokens=1)
+    assert "".join(delta.delta.text for delta in deltas) == "xyzab"
+    assert [token for delta in deltas for token in delta.delta.token_ids] == [87, 88, 89, 64, 65]
+    assert last.finished.finish.reason == pb.FINISH_REASON_LENGTH
+    assert last.finished.usage.completion_tokens == 5
+
+
+@pytest.mark.parametrize("form", ["text", "token_ids", "chat"])
+async def test_each_form_of_prompt(form: str, start_rig: StartRig) -> None:
+    rig = await start_rig()
+    message = request(max_tokens=1)
+    if form == "text":
+        message.text = "abc the"
+        expected = TOKENIZER.encode("abc the")
+    elif form == "token_ids":
+        message.token_ids.ids.extend([5, 6, 7])
+        expected = [5, 6, 7]
+    else:
+        message.chat.messages.add(role="user", content="the")
+        expected = TOKENIZER.encode_chat([("user", "the")])
+    answer = await rig.stub.Generate(message)
+    assert answer.usage.prompt_tokens == len(expected)
+    assert list(rig.executor.plans[0].new_sequences[0].token_ids) == expected
+
+
+async def test_sampling_reaches_the_executor(start_rig: StartRig) -> None:
+    rig = await start_rig()
+    message = request(max_tokens=1)
+    options = message.sampling
+    options.temperature, options.top_k, options.top_p, options.min_p, options.seed = 0.5, 7, 0.25, 0.125, 2**63
+    await rig.stub.Generate(message)
+    await rig.stub.Generate(request(max_tokens=1))
+    given, default = (plan.new_sequences[0].sampling for plan in rig.executor.plans if plan.new_sequences)
+    assert (given.temperature, given.top_k, given.top_p, given.min_p, given.seed, given.num_logprobs) == (
+        0.5, 7, 0.25, 0.125, 2**63, -1,
+    )  # fmt: skip
+    assert (default.temperature, default.top_k, default.top_p, default.min_p) == (1, 0, 1, 0)
+
+
+async def test_logprobs(start_rig: StartRig) -> None:
+    rig = await start_rig()
+    message = request(max_tokens=2)
+    message.output.logprobs = 2
+    whole = await rig.stub.Generate(message)
+    assert [(p.chosen.token_id, p.chosen.logprob) for p in whole.logprobs] == [(87, -0.5), (88, -0.5)]
+    assert [(t.token_id, t.logprob) for t in whole.logprobs[1].top] == [(88, -0.5), (89, -1.5)]
+    message.output.logprobs = 0
+    messages = await collect(rig.stub.GenerateStream(streaming(message)))
+    positions = [position for item in messages for position in item.delta.logprobs]
+    assert [(p.chosen.token_id, len(p.top)) for p in positions] == [(87, 0), (88, 0)]
+    assert len((await rig.stub.Generate(request(max_tokens=2))).logprobs) == 0
+
+
+async def test_64_at_once_each_get_their_own_answer(start_rig: StartRig) -> None:
+    rig = await start_rig(max_running_sequences=16)
+    texts = [chr(ord("!") + i) for i in range(64)]
+    answers = await asyncio.gather(*(rig.stub.Generate(request(text, max_tokens=8)) for text in texts))
+    for text, answer in zip(texts, answers, strict=True):
+        prompt = tuple(TOKENIZER.encode(text))
+        assert list(answer.token_ids) == [rig.executor.answer(prompt, i) for i in range(8)]
+    await rig.until_free()
+    assert rig.executor.most_plans_waiting <= 2
+
+
+async def test_the_executor_always_has_a_plan_waiting(start_rig: StartRig) -> None:
+    rig = await start_rig()
+    rig.executor.gate.clear()
+    call = asyncio.create_task(collect(rig.stub.GenerateStream(streaming(request(max_tokens=20)))))
+    await rig.until(lambda: rig.executor.most_plans_waiting == 1)
+    rig.executor.gate.set()
+    await call
+
+
+# --- ends
+
+
+async def test_an_end_token_counts_and_shows_nothing(start_rig: StartRig) -> None:
+    end = TOKENIZER.eos_token_ids[0]
+    rig = await start_rig(FakeExecutor(answer=lambda prompt, index: end if index == 2 else 64 + index))
+    answer = await rig.stub.Generate(request(max_tokens=10))
+    assert (answer.text, list(answer.token_ids)) == ("ab", [64, 65, end])
+    assert answer.finish == pb.Finish(reason=pb.FINISH_REASON_STOP, stop_token_id=end)
+    assert answer.usage.completion_tokens == 3
+    answer = await rig.stub.Generate(request(max_tokens=4, ignore_eos=True))
+    assert (answer.text, list(answer.token_ids)) == ("abd", [64, 65, end, 67])
+    assert answer.finish.reason == pb.FINISH_REASON_LENGTH
+
+
+async def test_a_stop_token_of_the_callers(start_rig: StartRig) -> None:
+    rig = await start_rig()
+    answer = await rig.stub.Generate(request("the", max_tokens=10, stop_token_ids=[89, 3], ignore_eos=True))
+    assert (answer.text, answer.finish.stop_token_id) == ("xy", 89)
+
+
+async def test_a_stop_text_across_tokens(start_rig: StartRig) -> None:
+    rig = await start_rig(slow())
+    message = request("the", max_tokens=FOREVER, stop=["nope", "zab"])
+    answer = await rig.stub.Generate(message)
+    assert (answer.text, list(answer.token_ids)) == ("xy", [87, 88, 89, 64, 65])
+    assert answer.finish == pb.Finish(reason=pb.FINISH_REASON_STOP, stop="zab")
+    messages = await collect(rig.stub.GenerateStream(streaming(message)))
+    texts = [item.delta.text for item in messages if item.HasField("delta")]
+    assert "".join(texts) == "xy"
+    assert [token for item in messages for token in item.delta.token_ids] == [87, 88, 89, 64, 65]
+    await rig.until_free()
+
+
+async def test_held_text_goes_out_when_the_length_ends_it(start_rig: StartRig) -> None:
+    rig = await start_rig()
+    answer = await rig.stub.Generate(request("the", max_tokens=4, stop=["zabc"]))
+    assert (answer.text, answer.finish.reason) == ("xyza", pb.FINISH_REASON_LENGTH)
+
+
+async def test_no_half_character(start_rig: StartRig) -> None:
+    smile = [
+        i for byte in "🙂".encode() for i in range(TOKENIZER.vocab_size) if TOKENIZER.token_bytes(i) == bytes([byte])
+    ]
+    rig = await start_rig(FakeExecutor(answer=lambda prompt, index: smile[index % 4], iteration_s=0.01))
+    messages = await collect(rig.stub.GenerateStream(streaming(request(max_tokens=6))))
+    texts = [item.delta.text for item in messages if item.HasField("delta")]
+    assert "".join(texts) == "🙂"
+    assert len([token for item in messages for token in item.delta.token_ids]) == 6
+
+
+async def test_time_limit_returns_what_there_is(start_rig: StartRig) -> None:
+    rig = await start_rig(slow())
+    answer = await rig.stub.Generate(request("the", max_tokens=FOREVER, time_limit=Duration(nanos=300_000_000)))
+    assert answer.finish.reason == pb.FINISH_REASON_TIME_LIMIT
+    assert 0 < len(answer.token_ids) < FOREVER
+    assert answer.text.startswith("xyzab"[: len(answer.token_ids)])
+    await rig.until_free()
+
+
+async def test_abort_ends_running_requests_by_id(start_rig: StartRig) -> None:
+    rig = await start_rig(slow())
+    message = request(max_tokens=FOREVER)
+    message.request_id = "mine"
+    stream = rig.stub.GenerateStream(streaming(message))
+    await first_delta(stream)
+    answer = await rig.stub.Abort(pb.AbortRequest(request_ids=["other", "mine", "mine"]))
+    assert list(answer.aborted_request_ids) == ["mine"]
+    *_, last = await collect(stream)
+    assert last.finished.finish.reason == pb.FINISH_REASON_ABORT
+    assert 0 < last.finished.usage.completion_tokens < FOREVER
+    await rig.until_free()
+    assert list((await rig.stub.Abort(pb.AbortRequest(request_ids=["mine"]))).aborted_request_ids) == []
+
+
+@pytest.mark.parametrize("way", ["cancel", "deadline", "unary cancel", "channel"])
+async def test_a_caller_that_goes_takes_its_request_along(way: str, start_rig: StartRig) -> None:
+    rig = await start_rig(slow())
+    message = request(max_tokens=FOREVER)
+    if way == "unary cancel":
+        call = rig.stub.Generate(message)
+        await rig.until(lambda: len(rig.executor.held) == 1)
+        call.cancel()
+    elif way == "deadline":
+        stream = rig.stub.GenerateStream(streaming(message), timeout=0.5)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await collect(stream)
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    elif way == "cancel":
+        stream = rig.stub.GenerateStream(streaming(message))
+        await first_delta(stream)
+        stream.cancel()
+    else:
+        async with grpc.aio.insecure_channel(rig.server.address) as channel:
+            stub = type(rig.stub)(channel)
+            await first_delta(stub.GenerateStream(streaming(message)))
+    num_plans = len(rig.executor.plans)
+    await rig.until_free()
+    # The plan that runs, the one that waits and the one that releases; the rest passed before the planner knew.
+    assert len(rig.executor.plans) - num_plans <= 4
+    load = await rig.load()
+    assert (load.gpu_blocks_used, load.running_requests) == (0, 0)
+
+
+async def test_a_slow_reader_holds_up_nobody_and_gets_all(start_rig: StartRig) -> None:
+    rig = await start_rig()
+    message = request("the", max_tokens=FOREVER)
+    message.output.logprobs = 20  # So that the connection's buffers do not take it all.
+    stream = rig.stub.GenerateStream(streaming(message))
+    other = await rig.stub.Generate(request("abc", max_tokens=FOREVER))
+    assert other.usage.completion_tokens == FOREVER
+    await rig.until_free()
+    tokens = [token for item in await collect(stream) for token in item.delta.token_ids]
+    assert tokens == [rig.executor.answer(tuple(TOKENIZER.encode("the")), i) for i in range(FOREVER)]
+
+
+# --- refusals
+
+
+async def test_a_bad_field_is_named_and_costs_nothing(start_rig: StartRig) -> None:
+    rig = await start_rig()
+    message = request()
+    message.sampling.top_p = 1.5
+    code, reason, error = await refused(rig.stub.Generate(message))
+    assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT")
+    [violation] = detail(error, error_details_pb2.BadRequest).field_violations
+    assert (violation.field, violation.description) == ("request.sampling.top_p", "must be in (0, 1], is 1.5")
+    assert rig.executor.plans == []
+    info = await rig.stub.GetServerInfo(pb.GetServerInfoRequest())
+    assert (info.counters.refused_requests, info.counters.accepted_requests) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("message", "field", "limit"),
+    [
+        (request("the", max_tokens=CONTEXT_TOKENS), "request.stopping.max_tokens", f"at most {CONTEXT_TOKENS - 1}"),
+        (request("x" * CONTEXT_TOKENS), "request.text", f"at most {CONTEXT_TOKENS - 1} tokens"),
+        (request("the", max_tokens=170), "request.stopping.max_tokens", "at most 161 tokens"),
+        (request("x" * 170, max_tokens=1), "request.text", "at most 161 tokens"),
+    ],
+)
+async def test_what_can_never_fit_is_refused(
+    message: pb.GenerateRequest, field: str, limit: str, start_rig: StartRig
+) -> None:
+    rig = await start_rig(FakeExecutor(gpu_blocks=40))
+    code, _, error = await refused(rig.stub.Generate(message))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    [violation] = detail(error, error_details_pb2.BadRequest).field_violations
+    assert violation.field == field
+    assert limit in violation.description
+
+
+async def test_default_max_tokens_fit_the_cache(start_rig: StartRig) -> None:
+    rig = await start_rig(FakeExecutor(gpu_blocks=10))
+    answer = await rig.stub.Generate(pb.GenerateRequest(text="the"))
+    assert answer.usage.completion_tokens == 10 * 4 + 1 - 1
+    rig = await start_rig(FakeExecutor(gpu_blocks=1000))
+    answer = await rig.stub.Generate(pb.GenerateRequest(text="the"))
+    assert answer.usage.completion_tokens == CONTEXT_TOKENS - 1
+
+
+async def test_a_full_queue_is_refused_with_a_delay(start_rig: StartRig) -> None:
+    rig = await start_rig(max_waiting_requests=2, max_running_sequences=1)
+    rig.executor.gate.clear()
+    calls = [asyncio.create_task(collect(rig.stub.GenerateStream(streaming(request())))) for _ in range(2)]
+
+    async def one_runs_and_one_waits() -> bool:
+        load = await rig.load()
+        return (load.running_requests, load.waiting_requests) == (1, 1)
+
+    await rig.until(one_runs_and_one_waits)
+    calls.append(asyncio.create_task(collect(rig.stub.GenerateStream(streaming(request())))))
+
+    async def two_wait() -> bool:
+        return bool((await rig.load()).waiting_requests == 2)
+
+    await rig.until(two_wait)
+    code, reason, error = await refused(rig.stub.Generate(request()))
+    assert (code, reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+    [violation] = detail(error, error_details_pb2.QuotaFailure).violations
+    assert violation.subject == "planner.max_waiting_requests"
+    assert detail(error, error_details_pb2.RetryInfo).retry_delay.ToNanoseconds() == 10**9
+    rig.executor.gate.set()
+    for call in calls:
+        assert (await call)[-1].finished.finish.reason == pb.FINISH_REASON_LENGTH
+    await rig.stub.Generate(request())
+
+
+async def test_an_id_in_use_is_refused_and_free_again_later(start_rig: StartRig) -> None:
+    rig = await start_rig(slow())
+    message = request(max_tokens=FOREVER)
+    message.request_id = "mine"
+    stream = rig.stub.GenerateStream(streaming(message))
+    await first_delta(stream)
+    code, reason, _ = await refused(rig.stub.Generate(message))
+    assert (code, reason) == (grpc.StatusCode.ALREADY_EXISTS, "REQUEST_ID_IN_USE")
+    stream.cancel()
+    await rig.until_free()
+    message.stopping.max_tokens = 1
+    assert (await rig.stub.Generate(message)).request_id == "mine"
+
+
+async def test_a_template_that_refuses(start_rig: StartRig) -> None:
+    rig = await start_rig()
+    message = pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="robot", content="beep")]))
+    code, reason, error = await refused(rig.stub.Generate(message))
+    assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "CHAT_TEMPLATE")
+    [violation] = detail(error, error_details_pb2.BadRequest).field_violations
+    assert violation.field == "request.chat.messages"
+    assert "unknown role robot" in violation.description
+
+
+async def test_while_loading_callers_are_told_to_come_back(start_rig: StartRig) -> None:
+    host = FakeHost()
+    host.refuses = True
+    rig = await start_rig(FakeExecutor(host_blocks=8), host, ready=False)
+    code, reason, error = await refused(rig.stub.Generate(request()))
+    assert (code, reason) == (grpc.StatusCode.UNAVAILABLE, "LOADING")
+    assert detail(error, error_details_pb2.RetryInfo).retry_delay.ToNanoseconds() > 0
+    assert (await refused(rig.stub.GetModelInfo(pb.GetModelInfoRequest())))[:2] == (code, reason)
+    assert (await rig.stub.GetServerInfo(pb.GetServerInfoRequest())).gpu_blocks == 0
+    assert (await rig.load()).max_waiting_requests == 1024
+    assert not await rig.is_serving()
+    assert await rig.is_serving("liveness")
+    # What needs no executor is answered.
+    assert (await rig.stub.Detokenize(pb.DetokenizeRequest(token_ids=[64]))).text == "a"
+
+
+# --- facts
+
+
+async def test_tokenize_and_detokenize(start_rig: StartRig) -> None:
+    rig = await start_rig()
+    assert list((await rig.stub.Tokenize(pb.TokenizeRequest(text="the abc"))).token_ids) == TOKENIZER.encode("the abc")
+    chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="the")])
+    ids = list((await rig.stub.Tokenize(pb.TokenizeRequest(chat=chat))).token_ids)
+    assert ids == TOKENIZER.encode_chat([("user", "the")])
+    assert (await rig.stub.Detokenize(pb.DetokenizeRequest(token_ids=ids))).text == "user:theassistant:"
+    code, _, error = await refused(rig.stub.Detokenize(pb.DetokenizeRequest(token_ids=[-1])))
+    assert (code, error.details()) == (
+        grpc.StatusCode.INVALID_ARGUMENT,
+        f"token_ids[0]: must be in [0, {TOKENIZER.vocab_size}), is -1",
+    )
+
+
+async def test_the_model_and_the_server_describe_themselves(start_rig: StartRig) -> None:
+    rig = await start_rig(FakeExecutor(host_blocks=8), FakeHost())
+    model = await rig.stub.GetModelInfo(pb.GetModelInfoRequest())
+    assert (model.name, model.architecture, model.vocabulary_size) == ("tiny", "LlamaForCausalLM", TOKENIZER.vocab_size)
+    assert (model.context_tokens, list(model.eos_token_ids)) == (CONTEXT_TOKENS, list(TOKENIZER.eos_token_ids))
+    assert (model.compute_dtype, model.kv_dtype) == ("fp32", "bf16")
+    await rig.stub.Generate(request(max_tokens=3))
+    info = await rig.stub.GetServerInfo(pb.GetServerInfoRequest())
+    assert (info.version, info.device, info.block_tokens, info.block_bytes) == ("1.2.3", "cpu", 4, BLOCK_BYTES)
+    assert (info.gpu_blocks, info.host_blocks, info.cpu_attention_threads) == (64, 8, 1)
+    counters = info.counters
+    assert (counters.accepted_requests, counters.finished_requests, counters.refused_requests) == (1, 1, 0)
+    assert (counters.prefilled_tokens, counters.generated_tokens) == (1, 3)
+    assert counters.gpu_only_iterations + counters.asymmetric_iterations >= 3
+    assert counters.executor_busy_ns >= 3000
+    assert counters.planning_ns > 0
+
+
+async def test_load_follows_the_requests(start_rig: StartRig) -> None:
+    rig = await start_rig(slow())
+    stream = rig.stub.GenerateStream(streaming(request("x" * 10, max_tokens=FOREVER)))
+    await first_delta(stream)
+    load = await rig.load()
+    assert (load.running_requests, load.waiting_requests) == (1, 0)
+    assert (load.gpu_blocks_total, load.host_blocks_total) == (64, 0)
+    assert load.gpu_blocks_used >= 3
+    stream.cancel()
+    await rig.until_free()
+
+
+# --- health
+
+
+async def test_watch_sees_a_stall_and_its_end(start_rig: StartRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "STALLED_AFTER_S", 0.5)
+    rig = await start_rig()
+    serving, not_serving = (
+        health_pb2.HealthCheckResponse.SERVING,
+        health_pb2.HealthCheckResponse.NOT_SERVING,
+    )
+    for name in ("", SERVICE_NAME, "readiness", "liveness"):
+        assert await rig.is_serving(name)
+    watch = rig.health.Watch(health_pb2.HealthCheckRequest(service="liveness"))
+    assert (await watch.read()).status == serving
+    rig.executor.gate.clear()
+    call = asyncio.create_task(collect(rig.stub.GenerateStream(streaming(request()))))
+    assert (await watch.read()).status == not_serving
+    await rig.until(lambda: _is_not_serving(rig))
+    rig.executor.gate.set()
+    assert (await watch.read()).status == serving
+    await call
+    await rig.until_ready()
+    watch.cancel()
+
+
+async def _is_not_serving(rig: Rig) -> bool:
+    return not await rig.is_serving()
+
+
+async def test_draining_lets_the_running_end_and_refuses_the_new(start_rig: StartRig) -> None:
+    rig = await start_rig(slow())
+    stream = rig.stub.GenerateStream(streaming(request("the", max_tokens=40)))
+    await first_delta(stream)
+    stop = asyncio.create_task(rig.server.stop(30))
+    await rig.until(lambda: _is_not_serving(rig))
+    code, reason, _ = await refused(rig.stub.Generate(request()))
+    assert (code, reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+    *_, last = await collect(stream)
+    assert last.finished.finish.reason == pb.FINISH_REASON_LENGTH
+    assert last.finished.usage.completion_tokens == 40
+    await stop
+
+
+async def test_draining_ends_what_outlasts_the_grace(start_rig: StartRig) -> None:
+    rig = await start_rig(slow())
+    stream = rig.stub.GenerateStream(streaming(request("the", max_tokens=FOREVER)))
+    await first_delta(stream)
+    stop = asyncio.create_task(rig.server.stop(0.1))
+    code, reason, _ = await refused(collect(stream))
+    assert (code, reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+    await stop

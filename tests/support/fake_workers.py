@@ -1,0 +1,259 @@
+"""gpu_svc and cpu_attn_svc as the planner sees them over gRPC: real servers, fabricated tokens, no model.
+
+FakeExecutor checks what the protocol promises it, so that a planner that breaks a promise fails its test.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from neoflex.v1 import cpu_attention_pb2, cpu_attention_pb2_grpc, executor_pb2, executor_pb2_grpc
+
+BLOCK_BYTES = 1000
+
+Answer = Callable[[tuple[int, ...], int], int]
+"""Token number `index` of the answer to a prompt."""
+
+
+def alphabet(prompt: tuple[int, ...], index: int) -> int:
+    """Letters from `a` on as byte-level tokens, starting where the prompt says."""
+    return (sum(prompt) + index) % 26 + ord("a") - ord("!")
+
+
+@dataclass
+class Held:
+    """A sequence as the executor knows it."""
+
+    tokens: list[int]
+    num_prompt_tokens: int
+    tier: int
+    blocks: list[int]
+    num_logprobs: int
+    num_computed: int = 0
+
+
+@dataclass
+class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
+    """Yields `answer` for each sequence. `gate` cleared: it freezes before its next iteration."""
+
+    gpu_blocks: int = 64
+    host_blocks: int = 0
+    answer: Answer = alphabet
+    host: "FakeHost | None" = None
+    iteration_s: float = 0.0
+    block_tokens: int = 4
+
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    fail_next: tuple[int, str] | None = None
+    """Error and text of the next iteration."""
+    epochs: list[executor_pb2.OpenEpochRequest] = field(default_factory=list)
+    plans: list[executor_pb2.IterationPlan] = field(default_factory=list)
+    held: dict[int, Held] = field(default_factory=dict)
+    most_plans_waiting: int = 0
+    problems: list[str] = field(default_factory=list)
+    """Promises that the planner broke."""
+
+    def __post_init__(self) -> None:
+        self.gate.set()
+        self._address = "127.0.0.1:0"
+        self._epoch_over = False
+
+    # --- process control
+
+    async def start(self) -> str:
+        """Listens, on the same port as before after a `kill`."""
+        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        executor_pb2_grpc.add_ExecutorServiceServicer_to_server(self, self._server)
+        port = self._server.add_insecure_port(self._address)
+        self._address = f"127.0.0.1:{port}"
+        await self._server.start()
+        return self._address
+
+    async def kill(self) -> None:
+        """Breaks every stream and forgets everything."""
+        await self._server.stop(0)
+        self.held.clear()
+
+    # --- the service
+
+    async def GetExecutorStatus(self, request: Any, context: Any) -> executor_pb2.GetExecutorStatusResponse:  # noqa: N802
+        return executor_pb2.GetExecutorStatusResponse(epoch=self.epochs[-1].epoch if self.epochs else 0)
+
+    async def OpenEpoch(self, request: Any, context: Any) -> executor_pb2.OpenEpochResponse:  # noqa: N802
+        if self.epochs and request.epoch <= self.epochs[-1].epoch:
+            self.problems.append(f"epoch {request.epoch} does not follow {self.epochs[-1].epoch}")
+        self.epochs.append(request)
+        self.held.clear()
+        self._epoch_over = False
+        attached = self.host is not None and self.host.open_region(request.epoch)
+        response = executor_pb2.OpenEpochResponse(
+            device="cpu",
+            compute_dtype="fp32",
+            kv_dtype="bf16",
+            block_bytes=BLOCK_BYTES,
+            gpu_blocks=self.gpu_blocks,
+            host_blocks=self.host_blocks if attached else 0,
+            cpu_attention_error="" if attached or self.host is None else "nobody there",
+            cpu_attention_threads=1 if attached else 0,
+        )
+        if request.profile:
+            response.tables.CopyFrom(tables(attached))
+        return response
+
+    async def Execute(self, requests: Any, context: Any) -> AsyncIterator[executor_pb2.ExecuteResponse]:  # noqa: N802
+        waiting: asyncio.Queue[executor_pb2.IterationPlan | None] = asyncio.Queue()
+
+        async def receive() -> None:
+            async for request in requests:
+                waiting.put_nowait(request.plan)
+                self.most_plans_waiting = max(self.most_plans_waiting, waiting.qsize())
+            waiting.put_nowait(None)
+
+        receiver = asyncio.create_task(receive())
+        try:
+            while plan := await waiting.get():
+                await asyncio.sleep(self.iteration_s)
+                await self.gate.wait()
+                yield executor_pb2.ExecuteResponse(result=self._run(plan))
+        finally:
+            receiver.cancel()
+
+    def _run(self, plan: executor_pb2.IterationPlan) -> executor_pb2.IterationResult:
+        result = executor_pb2.IterationResult(epoch=plan.epoch, iteration=plan.iteration)
+        if self._epoch_over or plan.epoch != self.epochs[-1].epoch:
+            result.error = executor_pb2.EXECUTION_ERROR_STALE
+            return result
+        if self.fail_next:
+            result.error, result.error_message = self.fail_next
+            self.fail_next, self._epoch_over = None, True
+            return result
+        uses_host = any(batch.cpu_decode_sequence_ids for batch in plan.sub_batches)
+        if uses_host and self.host is not None and self.host.region_epoch != plan.epoch:
+            result.error = executor_pb2.EXECUTION_ERROR_CPU_ATTENTION_LOST
+            self._epoch_over = True
+            return result
+        self.plans.append(plan)
+        self._apply_changes(plan)
+        for batch in plan.sub_batches:
+            self._compute(batch, result)
+        self._check_blocks()
+        result.timings.total_ns = 1000
+        return result
+
+    def _apply_changes(self, plan: executor_pb2.IterationPlan) -> None:
+        for sequence_id in plan.released_sequence_ids:
+            del self.held[sequence_id]
+        for new in plan.new_sequences:
+            num_prompt_tokens = len(new.token_ids) - new.num_generated_tokens
+            self.held[new.sequence_id] = Held(
+                list(new.token_ids), num_prompt_tokens, new.tier, list(new.blocks), new.sampling.num_logprobs
+            )
+        for swap in plan.swaps:
+            self.held[swap.sequence_id].tier = swap.target
+            self.held[swap.sequence_id].blocks = list(swap.blocks)
+        for grown in plan.new_blocks:
+            self.held[grown.sequence_id].blocks += grown.blocks
+
+    def _compute(self, batch: executor_pb2.SubBatch, result: executor_pb2.IterationResult) -> None:
+        for chunk in batch.prefills:
+            held = self.held[chunk.sequence_id]
+            if chunk.start != held.num_computed:
+                self.problems.append(f"chunk of {chunk.sequence_id} starts at {chunk.start}, not {held.num_computed}")
+            held.num_computed += chunk.num_tokens
+            if held.num_computed == len(held.tokens):
+                self._yield_token(chunk.sequence_id, result)
+        decodes: list[tuple[int, int]] = [(i, executor_pb2.TIER_GPU) for i in batch.gpu_decode_sequence_ids]
+        decodes += [(i, executor_pb2.TIER_HOST) for i in batch.cpu_decode_sequence_ids]
+        for sequence_id, tier in decodes:
+            held = self.held[sequence_id]
+            if held.num_computed != len(held.tokens) - 1 or held.tier != tier:
+                self.problems.append(f"sequence {sequence_id} cannot decode: {held}")
+            held.num_computed += 1
+            self._yield_token(sequence_id, result)
+
+    def _yield_token(self, sequence_id: int, result: executor_pb2.IterationResult) -> None:
+        held = self.held[sequence_id]
+        prompt = tuple(held.tokens[: held.num_prompt_tokens])
+        token = self.answer(prompt, len(held.tokens) - held.num_prompt_tokens)
+        held.tokens.append(token)
+        result.sequence_ids.append(sequence_id)
+        result.token_ids.append(token)
+        if held.num_logprobs >= 0:
+            likeliest = range(token, token + held.num_logprobs)
+            result.logprobs.add(
+                sequence_id=sequence_id,
+                chosen=-0.5,
+                top_token_ids=likeliest,
+                top_logprobs=[-0.5 - i for i in range(held.num_logprobs)],
+            )
+
+    def _check_blocks(self) -> None:
+        for tier in (executor_pb2.TIER_GPU, executor_pb2.TIER_HOST):
+            owned = [block for held in self.held.values() if held.tier == tier for block in held.blocks]
+            if len(owned) != len(set(owned)):
+                self.problems.append(f"a block of tier {tier} has two owners")
+        for sequence_id, held in self.held.items():
+            if held.num_computed > len(held.blocks) * self.block_tokens:
+                self.problems.append(f"sequence {sequence_id} has too few blocks: {held}")
+
+
+class FakeHost(cpu_attention_pb2_grpc.CpuAttentionServiceServicer):
+    """Says whose region it holds. FakeExecutor opens regions in it directly."""
+
+    def __init__(self) -> None:
+        self.region_epoch = 0
+        self.alive = False
+        self.refuses = False
+        self._address = "127.0.0.1:0"
+
+    async def start(self) -> str:
+        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        cpu_attention_pb2_grpc.add_CpuAttentionServiceServicer_to_server(self, self._server)
+        port = self._server.add_insecure_port(self._address)
+        self._address = f"127.0.0.1:{port}"
+        await self._server.start()
+        self.alive, self.region_epoch = True, 0
+        return self._address
+
+    async def kill(self) -> None:
+        self.alive, self.region_epoch = False, 0
+        await self._server.stop(0)
+
+    def open_region(self, epoch: int) -> bool:
+        if self.alive and not self.refuses:
+            self.region_epoch = epoch
+        return self.alive and not self.refuses
+
+    async def GetCpuAttentionStatus(self, request: Any, context: Any) -> Any:  # noqa: N802
+        return cpu_attention_pb2.GetCpuAttentionStatusResponse(epoch=self.region_epoch)
+
+
+def tables(with_host: bool) -> executor_pb2.OperationTables:
+    """Times under which the CPU's attention hides behind linear operations."""
+
+    def linear(seconds: float) -> Sequence[executor_pb2.LinearPoint]:
+        return [executor_pb2.LinearPoint(num_tokens=n, seconds=seconds * (1 + n / 100)) for n in (1, 512)]
+
+    def decode(seconds: float) -> Sequence[executor_pb2.DecodePoint]:
+        return [
+            executor_pb2.DecodePoint(num_sequences=n, context_tokens=n * context, seconds=seconds * (n + context / 100))
+            for n in (1, 64)
+            for context in (1, 1000)
+        ]
+
+    return executor_pb2.OperationTables(
+        linear=linear(1e-3),
+        prefill=[
+            executor_pb2.PrefillPoint(chunk_tokens=chunk, past_tokens=past, seconds=1e-6 * (chunk + past))
+            for chunk in (1, 512)
+            for past in (0, 512)
+        ],
+        gpu_decode=decode(1e-6),
+        cpu_decode=decode(1e-6) if with_host else [],
+        head=linear(1e-4),
+        swap_bytes_per_s=1e9,
+        iteration_s=1e-4,
+    )
