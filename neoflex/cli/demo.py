@@ -1,5 +1,6 @@
 """`neoflex demo`: the whole path once, on this machine, with numbers, and nothing left afterwards."""
 
+import shutil
 import signal
 import tempfile
 import time
@@ -123,14 +124,15 @@ def _tokens_of(futures: list[Future[Completion]]) -> int:
 
 @contextmanager
 def _segment_directory() -> Iterator[Path]:
-    """A private directory in shared memory, so that what is left there is ours."""
-    directory = Path(tempfile.mkdtemp(prefix="neoflex-demo-", dir=CpuAttnConfig().segment_dir))
+    """A private directory in shared memory, so that what is left there is ours.
+
+    Not named like the services' own segments: those that start elsewhere sweep away what looks abandoned.
+    """
+    directory = Path(tempfile.mkdtemp(prefix="demo-of-neoflex-", dir=CpuAttnConfig().segment_dir))
     try:
         yield directory
     finally:
-        for path in directory.iterdir():
-            path.unlink()
-        directory.rmdir()
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _check_nothing_left(segment_dir: Path) -> None:
