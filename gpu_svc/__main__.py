@@ -11,14 +11,13 @@ import torch
 from gpu_svc.dtypes import DTYPES, choose_compute_dtype, dtype_name
 from gpu_svc.executor import Executor
 from gpu_svc.kv_cache import KvShape
-from gpu_svc.model.checkpoint import CheckpointError, open_checkpoint
+from gpu_svc.model.checkpoint import CheckpointError, open_model
 from gpu_svc.model.decoder import Decoder
 from gpu_svc.model.load import load_weights
 from gpu_svc.servicer import ExecutorServicer
 from neoflex.v1 import executor_pb2, executor_pb2_grpc
 from svc_common.config import Config, load_from_argv
 from svc_common.grpc_server import GrpcServer, configure_logging, until_stop_signal
-from svc_common.model.read_spec import read_spec
 from svc_common.model.spec import UnsupportedModelError
 from svc_common.model.store import ModelNotFoundError, resolve
 
@@ -62,9 +61,9 @@ def _device(config: Config) -> torch.device:
 def _make_executor(config: Config) -> Executor:
     device = _device(config)
     files = resolve(config.model.source)
-    spec = read_spec(files)
+    spec, checkpoint = open_model(files)
     dtype = choose_compute_dtype(config.gpu.dtype, spec, device)
-    decoder = Decoder(spec, load_weights(open_checkpoint(files, spec), spec, DTYPES[dtype], device))
+    decoder = Decoder(spec, load_weights(checkpoint, spec, DTYPES[dtype], device))
     kv_dtype = DTYPES[dtype if config.kv.dtype == "auto" else config.kv.dtype]
     shape = KvShape.of(spec, config.kv.block_tokens, kv_dtype)
     executor = Executor(decoder, shape, config.gpu.kv_bytes)

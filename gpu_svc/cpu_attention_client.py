@@ -5,7 +5,11 @@ from dataclasses import asdict
 
 import grpc
 
+from gpu_svc.dtypes import dtype_name
 from gpu_svc.host_tier import HostTier
+from gpu_svc.kv_cache import KvShape
+from gpu_svc.model.decoder import Decoder
+from gpu_svc.plan import Limits
 from neoflex.v1 import cpu_attention_pb2 as pb
 from neoflex.v1 import cpu_attention_pb2_grpc
 from svc_common.grpc_server import CHANNEL_OPTIONS
@@ -19,6 +23,23 @@ _OPEN_REGION_S = 120.0
 
 class CpuAttentionUnavailableError(Exception):
     """No CPU attention service could be attached; the text says why."""
+
+
+def region_shape(decoder: Decoder, kv_shape: KvShape, limits: Limits) -> RegionShape:
+    """The attention that the executor wants computed."""
+    spec = decoder.spec
+    return RegionShape(
+        num_layers=spec.num_layers,
+        num_q_heads=spec.num_q_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        block_tokens=kv_shape.block_tokens,
+        kv_dtype=dtype_name(kv_shape.dtype),
+        exchange_dtype=dtype_name(decoder.dtype),
+        max_sequences=min(limits.max_sequences, limits.max_batch_tokens),
+        softmax_scale=spec.head_dim**-0.5,
+        sliding_window=spec.sliding_window or 0,
+    )
 
 
 async def attach_host_tier(address: str, epoch: int, shape: RegionShape) -> HostTier:

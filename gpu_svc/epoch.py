@@ -121,4 +121,4 @@ class Epoch:
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor, moves: BlockMoves) -> None:
-    copy_blocks(source, torch.from_numpy(moves.source), target, torch.from_numpy(moves.target))
+    copy_blocks(source, torch.from_numpy(moves.source).long(), target, torch.from_numpy(moves.target).long())

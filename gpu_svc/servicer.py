@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from gpu_svc.cpu_attention_client import CpuAttentionUnavailableError, attach_host_tier
+from gpu_svc.cpu_attention_client import CpuAttentionUnavailableError, attach_host_tier, region_shape
 from gpu_svc.dtypes import dtype_name
 from gpu_svc.executor import Executor
 from gpu_svc.host_tier import HostTier
@@ -19,7 +19,7 @@ from gpu_svc.wire import plan_from_pb, result_to_pb, status_to_pb, tables_to_pb
 from neoflex.v1 import executor_pb2 as pb
 from neoflex.v1 import executor_pb2_grpc
 from svc_common.errors import FieldViolation, failed_precondition, invalid_arguments
-from svc_common.tensor_plane import PlaneError, RegionShape
+from svc_common.tensor_plane import PlaneError
 
 # One runs and one waits; a planner that sends more is held back by the stream.
 _MAX_PENDING_PLANS = 4
@@ -89,21 +89,9 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         """The host tier, or why there is none."""
         if self._cpu_attention_address is None:
             return None, ""
-        spec, shape = self._executor.decoder.spec, self._executor.kv_shape
-        region_shape = RegionShape(
-            num_layers=spec.num_layers,
-            num_q_heads=spec.num_q_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            block_tokens=shape.block_tokens,
-            kv_dtype=dtype_name(shape.dtype),
-            exchange_dtype=dtype_name(self._executor.decoder.dtype),
-            max_sequences=min(limits.max_sequences, limits.max_batch_tokens),
-            softmax_scale=spec.head_dim**-0.5,
-            sliding_window=spec.sliding_window or 0,
-        )
+        shape = region_shape(self._executor.decoder, self._executor.kv_shape, limits)
         try:
-            return await attach_host_tier(self._cpu_attention_address, epoch, region_shape), ""
+            return await attach_host_tier(self._cpu_attention_address, epoch, shape), ""
         except CpuAttentionUnavailableError as error:
             return None, str(error)
 

@@ -10,6 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from svc_common.model.read_spec import open_gguf, read_spec
 from svc_common.model.spec import ModelSpec
 from svc_common.model.store import ModelFiles
 
@@ -28,11 +29,13 @@ class Checkpoint(Protocol):
         ...
 
 
-def open_checkpoint(files: ModelFiles, spec: ModelSpec) -> Checkpoint:
-    """Raises CheckpointError where no weights are found."""
-    if files.gguf is not None:
-        return GgufCheckpoint(files.gguf, spec)
-    return SafetensorsCheckpoint(files.directory)
+def open_model(files: ModelFiles) -> tuple[ModelSpec, Checkpoint]:
+    """A model's shape and its weights. Raises UnsupportedModelError or CheckpointError."""
+    if files.gguf is None:
+        return read_spec(files), SafetensorsCheckpoint(files.directory)
+    reader = open_gguf(files.gguf)
+    spec = read_spec(files, reader)
+    return spec, GgufCheckpoint(reader, spec)
 
 
 class SafetensorsCheckpoint:
@@ -84,11 +87,7 @@ _GGUF_NAMES = {
 class GgufCheckpoint:
     """A GGUF file; tensors are dequantised one at a time."""
 
-    def __init__(self, path: Path, spec: ModelSpec) -> None:
-        try:
-            reader = gguf.GGUFReader(path)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
+    def __init__(self, reader: gguf.GGUFReader, spec: ModelSpec) -> None:
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
         self._spec = spec
 

@@ -22,11 +22,22 @@ _ROPE_TYPES = ("linear", "llama3", "yarn", "dynamic")
 _LLAMA3_CONTEXT_TOKENS = 8192
 
 
-def read_spec(files: ModelFiles) -> ModelSpec:
-    """Raises UnsupportedModelError, which names the architecture or the feature that cannot be served."""
+def read_spec(files: ModelFiles, reader: GGUFReader | None = None) -> ModelSpec:
+    """Raises UnsupportedModelError, which names the architecture or the feature that cannot be served.
+
+    `reader`, from `open_gguf`, saves a caller that has one from parsing the file's vocabulary again.
+    """
     if files.gguf is not None:
-        return _from_gguf(files.gguf)
+        return _from_gguf(reader or open_gguf(files.gguf))
     return _from_hf(files.directory)
+
+
+def open_gguf(path: Path) -> GGUFReader:
+    """Parses all but the tensors, which takes seconds. Raises UnsupportedModelError."""
+    try:
+        return GGUFReader(path)
+    except (OSError, ValueError) as error:
+        raise UnsupportedModelError(f"{path.name} cannot be read as GGUF: {error}") from error
 
 
 # --- Hugging Face
@@ -192,11 +203,7 @@ class _Metadata:
         return value
 
 
-def _from_gguf(path: Path) -> ModelSpec:
-    try:
-        reader = GGUFReader(path)
-    except (OSError, ValueError) as error:
-        raise UnsupportedModelError(f"{path.name} cannot be read as GGUF: {error}") from error
+def _from_gguf(reader: GGUFReader) -> ModelSpec:
     metadata = _Metadata(reader)
     arch = str(metadata.require("general.architecture"))
     if arch not in _GGUF_ARCHITECTURES:

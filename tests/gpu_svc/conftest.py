@@ -1,11 +1,23 @@
 """Checkpoints, executors and drivers for the tests of gpu_svc; what they are made of is in support/gpu.py."""
 
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
+import torch
 from support.gpu import BLOCK_TOKENS, LIMITS, Driver, save_checkpoint
 from support.reference import Reference
 
+from gpu_svc.cpu_attention_client import attach_host_tier, region_shape
 from gpu_svc.executor import Executor
 from gpu_svc.host_tier import HostTier
 from gpu_svc.kv_cache import KvShape
@@ -16,6 +28,12 @@ from svc_common.model.store import ModelFiles, resolve
 MakeDriver = Callable[..., Driver]
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _one_torch_thread() -> None:
+    """Tiny tensors gain nothing from more, and cpu_attn_svc wants the other core."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture
 def make_driver() -> Iterator[MakeDriver]:
     """Drivers whose executors are closed at the end."""
@@ -24,11 +42,13 @@ def make_driver() -> Iterator[MakeDriver]:
     def make(
         decoder: Decoder,
         num_gpu_blocks: int = 200,
-        host: HostTier | None = None,
+        cpu_attention: "CpuAttention | None" = None,
         block_tokens: int = BLOCK_TOKENS,
         limits: Limits = LIMITS,
+        kv_dtype: torch.dtype | None = None,
     ) -> Driver:
-        shape = KvShape.of(decoder.spec, block_tokens, decoder.dtype)
+        shape = KvShape.of(decoder.spec, block_tokens, kv_dtype or decoder.dtype)
+        host = cpu_attention.attach(decoder, shape, limits) if cpu_attention else None
         driver = Driver(Executor(decoder, shape, num_gpu_blocks * shape.block_bytes), host, limits)
         made.append(driver)
         return driver
@@ -60,3 +80,53 @@ def default_model() -> ModelFiles:
 def reference(checkpoint: Callable[[str], ModelFiles]) -> Callable[[str], Reference]:
     """transformers on a variant's files."""
     return lambda variant: Reference(checkpoint(variant))
+
+
+@dataclass
+class CpuAttention:
+    """A real cpu_attn_svc process; epochs are counted up over all tests that share it."""
+
+    process: subprocess.Popen[bytes]
+    address: str
+    epoch: int = 0
+
+    def attach(self, decoder: Decoder, shape: KvShape, limits: Limits = LIMITS) -> HostTier:
+        self.epoch += 1
+        return asyncio.run(attach_host_tier(self.address, self.epoch, region_shape(decoder, shape, limits)))
+
+    def kill(self) -> None:
+        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture(scope="session")
+def start_cpu_attention() -> Iterator[Callable[[], CpuAttention]]:
+    """Starts processes with a pool of 4 MiB; all are ended with the session."""
+    started: list[CpuAttention] = []
+    with tempfile.TemporaryDirectory(prefix="nfx-") as directory:
+
+        def start() -> CpuAttention:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                address = f"127.0.0.1:{free.getsockname()[1]}"
+            config = Path(directory) / f"{len(started)}.toml"
+            config.write_text(
+                f'[cpu_attn]\nlisten = "{address}"\nkv_bytes = "4MiB"\nnum_threads = 1\nsegment_dir = "{directory}"\n'
+            )
+            process = subprocess.Popen([sys.executable, "-m", "cpu_attn_svc", "--config", str(config)])
+            started.append(CpuAttention(process, address))
+            with socket.socket() as probe:
+                while probe.connect_ex(("127.0.0.1", int(address.rpartition(":")[2]))):
+                    assert process.poll() is None, "cpu_attn_svc did not start"
+            return started[-1]
+
+        yield start
+        for service in started:
+            with suppress(ProcessLookupError):
+                service.process.terminate()
+            service.process.wait(10)
+
+
+@pytest.fixture(scope="session")
+def cpu_attention(start_cpu_attention: Callable[[], CpuAttention]) -> CpuAttention:
+    return start_cpu_attention()

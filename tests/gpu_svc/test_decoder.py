@@ -1,5 +1,6 @@
 """Every architecture against transformers in fp32: logits of whole prompts, and greedy tokens through the executor."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,11 +10,10 @@ from safetensors.torch import load_file, save_file
 from support.gpu import VARIANTS, Driver, load_decoder, save_checkpoint
 from support.reference import Reference, Verdict, load_transformers
 
-from gpu_svc.model.checkpoint import CheckpointError, open_checkpoint
+from gpu_svc.model.checkpoint import CheckpointError, open_model
 from gpu_svc.model.decoder import Decoder
 from gpu_svc.model.load import load_weights
 from gpu_svc.plan import SubBatch
-from svc_common.model.read_spec import read_spec
 from svc_common.model.store import ModelFiles
 
 CPU = torch.device("cpu")
@@ -107,13 +107,14 @@ def test_tied_head_is_one_tensor(checkpoint: Callable[[str], ModelFiles]) -> Non
 
 def test_bad_checkpoints_are_refused_by_tensor(checkpoint: Callable[[str], ModelFiles], tmp_path: Path) -> None:
     good = checkpoint("llama")
-    spec = read_spec(good)
     tensors = load_file(good.directory / "model.safetensors")
     name = "model.layers.1.self_attn.k_proj.weight"
 
     def load() -> None:
-        load_weights(open_checkpoint(ModelFiles("bad", tmp_path), spec), spec, torch.float32, CPU)
+        spec, weights = open_model(ModelFiles("bad", tmp_path))
+        load_weights(weights, spec, torch.float32, CPU)
 
+    shutil.copy(good.directory / "config.json", tmp_path)
     with pytest.raises(CheckpointError, match=r"holds no \*.safetensors"):
         load()
     save_file({key: value for key, value in tensors.items() if key != name}, tmp_path / "model.safetensors")

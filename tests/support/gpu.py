@@ -9,7 +9,7 @@ import torch
 
 from gpu_svc.executor import Executor
 from gpu_svc.host_tier import HostTier
-from gpu_svc.model.checkpoint import open_checkpoint
+from gpu_svc.model.checkpoint import open_model
 from gpu_svc.model.decoder import Decoder
 from gpu_svc.model.load import load_weights
 from gpu_svc.plan import (
@@ -23,7 +23,6 @@ from gpu_svc.plan import (
     SubBatch,
     Tier,
 )
-from svc_common.model.read_spec import read_spec
 from svc_common.model.store import ModelFiles
 
 CPU = torch.device("cpu")
@@ -40,6 +39,8 @@ _COMMON: dict[str, Any] = {
     "max_position_embeddings": 512,
     "initializer_range": 0.3,
 }
+GREEDY = Sampling()
+
 _ROPE = {"rope_theta": 10_000.0}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"head_dim": 8}),
@@ -89,8 +90,8 @@ def save_checkpoint(variant: str, directory: Path, **save_options: Any) -> Model
 
 
 def load_decoder(files: ModelFiles, dtype: torch.dtype = torch.float32) -> Decoder:
-    spec = read_spec(files)
-    return Decoder(spec, load_weights(open_checkpoint(files, spec), spec, dtype, CPU))
+    spec, checkpoint = open_model(files)
+    return Decoder(spec, load_weights(checkpoint, spec, dtype, CPU))
 
 
 @dataclass
@@ -138,7 +139,7 @@ class Driver:
         prompt: list[int],
         tier: Tier = Tier.GPU,
         chunk_tokens: int = 1000,
-        sampling: Sampling = Sampling(),
+        sampling: Sampling = GREEDY,
         room_tokens: int = 64,
     ) -> None:
         """Computes a whole prompt, chunk by chunk; yields its first token."""
