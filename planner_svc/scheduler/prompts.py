@@ -24,7 +24,7 @@ def propose(
     admissions = _Admissions(capacity, residency, placement)
     for sequence in queue:
         # Tokens in flight are part of what must be computed again, and not known yet.
-        if budget == 0 or sequence.num_in_flight or sequence.sequence_id in admissions.just_released:
+        if budget == 0 or sequence.num_in_flight:
             break
         total = sequence.num_tokens
         tier = admissions.place(capacity.blocks_for(total), sequence.sequence_id)
@@ -47,8 +47,6 @@ class _Admissions:
         self._gpu_is_full = False
         parked = (item.sequence_id for item in residency.sequences if not placement.computes_in(item.tier))
         self._oldest_parked = next(parked, None)
-        self.just_released = frozenset(residency.changes.released)
-        """Preempted in this very plan: the room is meant for another."""
 
     def place(self, num_blocks: int, sequence_id: int) -> Tier | None:
         """The GPU while prompts fit there, then the host; None ends admission, so that none overtakes another."""

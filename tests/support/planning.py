@@ -1,10 +1,37 @@
-"""An executor that computes nothing but checks every plan as strictly as a real one, down to what each block holds."""
+"""What tests of the scheduler share: above all an executor that computes nothing but checks every plan as strictly as a
+real one, down to what each block holds."""
 
+from collections import deque
 from dataclasses import dataclass, field
 
-from planner_svc.estimator import DecodePoint, LinearPoint, OperationTables, PrefillPoint, TableEstimator
-from planner_svc.plan import IterationPlan, IterationResult, Mode, PrefillChunk, Tier, Timings, TokenLogprobs
-from planner_svc.scheduler import Capacity
+from planner_svc.estimator import DecodePoint, Estimator, LinearPoint, OperationTables, PrefillPoint, TableEstimator
+from planner_svc.plan import (
+    IterationPlan,
+    IterationResult,
+    Mode,
+    PrefillChunk,
+    Sampling,
+    Tier,
+    Timings,
+    TokenLogprobs,
+)
+from planner_svc.scheduler import Capacity, ModePolicy, Scheduler, SequenceRequest, TokenEvent
+
+
+def make_capacity(
+    gpu_blocks: int,
+    host_blocks: int,
+    *,
+    block_tokens: int = 4,
+    max_sequences: int = 16,
+    max_batch_tokens: int = 32,
+    max_sequence_tokens: int = 1000,
+) -> Capacity:
+    """Small enough to be full soon."""
+    return Capacity(
+        gpu_blocks, host_blocks, block_tokens, max_sequences, max_batch_tokens, max_sequence_tokens, block_bytes=1024
+    )
+
 
 NUM_TOKEN_IDS = 23
 
@@ -218,3 +245,72 @@ class FakeExecutor:
         known.tokens.append(token)
         known.num_generated += 1
         return sequence_id, token
+
+
+class Loop:
+    """Drives a scheduler and a checking executor; `streams` holds what each sequence was sent."""
+
+    def __init__(
+        self,
+        capacity: Capacity,
+        policy: ModePolicy = "auto",
+        estimator: Estimator | None = None,
+        max_waiting: int = 1000,
+    ) -> None:
+        self.capacity, self.policy = capacity, policy
+        self.scheduler = Scheduler(capacity, estimator or make_estimator(), policy, max_waiting)
+        self.executor = FakeExecutor(capacity, policy=policy)
+        self.plans: list[IterationPlan] = []
+        self.unapplied: deque[IterationPlan] = deque()
+        self.requests: dict[int, SequenceRequest] = {}
+        self.streams: dict[int, list[int]] = {}
+        self.finishes: dict[int, str] = {}
+
+    def add(self, num_prompt_tokens: int, max_new_tokens: int, end_token_ids: frozenset[int] = frozenset()) -> int:
+        """A request whose prompt differs from all others'."""
+        number = len(self.requests) + 1
+        prompt = tuple((number * 7 + place) % NUM_TOKEN_IDS for place in range(num_prompt_tokens))
+        request = SequenceRequest(prompt, max_new_tokens, Sampling(seed=number), end_token_ids)
+        sequence_id = self.scheduler.add(request, now=0.0)
+        self.requests[sequence_id] = request
+        self.streams[sequence_id] = []
+        return sequence_id
+
+    def plan(self) -> IterationPlan | None:
+        """Makes a plan and leaves it in flight."""
+        plan = self.scheduler.plan(now=0.0)
+        if plan is not None:
+            self.plans.append(plan)
+            self.unapplied.append(plan)
+        return plan
+
+    def apply(self) -> tuple[TokenEvent, ...]:
+        """Runs and applies the oldest plan in flight."""
+        events = self.scheduler.apply(self.executor.run(self.unapplied.popleft())).tokens
+        for event in events:
+            self.streams[event.sequence_id].append(event.token_id)
+            if event.finish:
+                self.finishes[event.sequence_id] = event.finish
+        return events
+
+    def step(self) -> IterationPlan:
+        """One plan, run and applied before the next."""
+        plan = self.plan()
+        assert plan is not None
+        self.apply()
+        return plan
+
+    def run_until_idle(self, max_iterations: int = 100_000) -> None:
+        """One plan ahead, to the end; then every request has had exactly its tokens, and nothing is held."""
+        for _ in range(max_iterations):
+            while self.scheduler.has_work() and self.plan():
+                pass
+            if not self.unapplied:
+                break
+            self.apply()
+        assert self.scheduler.num_waiting == self.scheduler.num_running == 0
+        assert self.executor.sequences == {}
+        assert self.scheduler.gpu_blocks_used == self.scheduler.host_blocks_used == 0
+        for sequence_id, request in self.requests.items():
+            expected = expected_tokens(request.prompt, request.max_new_tokens, request.end_token_ids)
+            assert self.streams[sequence_id] == expected
