@@ -20,6 +20,13 @@ namespace {
 
 constexpr float log2_e = 1.44269504088896341f;
 
+// A row's padded width where the compiler is to know it: offsets become part of the instructions. Elsewhere the
+// width is a std::size_t.
+template <std::size_t Value>
+struct Constant {
+    constexpr operator std::size_t() const { return Value; }
+};
+
 template <typename T>
 T smaller(T a, T b) {
     return b < a ? b : a;
@@ -64,45 +71,65 @@ T* row_of(const KernelShape& shape, T* pool, const std::int32_t* block_table, st
     return pool + block * shape.block_stride + row * shape.head_dim;
 }
 
-// Rows of fp32 of a tile's tokens, `stride` floats apart; those past the tile's tokens hold anything.
-struct Tile {
-    const float* rows;
-    std::size_t stride;
-};
-
-// fp32 rows are read where they are, if all lanes lie in one block and fill whole vectors; others are staged.
-template <typename S, typename KV>
-Tile read_tile(const KernelShape& shape, const KV* pool, const std::int32_t* block_table, std::int32_t position,
-               std::int32_t num_tokens, float* stage) {
-    const std::size_t padded = padded_dim(shape);
-    if constexpr (__is_same(KV, float)) {
-        const bool whole_vectors = static_cast<std::size_t>(shape.head_dim) == padded;
-        if (whole_vectors && position % shape.block_tokens + S::width <= shape.block_tokens)
-            return {row_of(shape, pool, block_table, position), padded};
-    }
-    for (std::int32_t t = 0; t < num_tokens; ++t) {
-        // Columns past head_dim are zero from the start and stay so.
-        convert<S>(row_of(shape, pool, block_table, position + t), stage + t * padded, shape.head_dim, 1.0f);
-    }
-    return {stage, padded};
+template <typename S, typename KV, typename Width>
+[[gnu::always_inline]] inline void widen_rows(const KV* from, float* to, std::int32_t num_rows, Width padded) {
+    for (std::int32_t i = 0; i < num_rows; ++i)
+        for (std::size_t d = 0; d < padded; d += S::width) S::store(to + i * padded + d, S::load(from + i * padded + d));
 }
 
-template <typename S>
-typename S::Vec scores(const float* q, const Tile& keys, std::size_t padded) {
+// Rows of fp32 of a tile's tokens, `padded` floats apart; those past the tile's tokens hold anything. Rows are read
+// where they are if they are fp32, fill whole vectors, and all lanes lie in one block; others are staged.
+template <typename S, typename KV, typename Width>
+const float* read_tile(const KernelShape& shape, const KV* pool, const std::int32_t* block_table,
+                       std::int32_t position, std::int32_t num_tokens, float* stage, Width padded) {
+    const bool whole_vectors = static_cast<std::size_t>(shape.head_dim) == padded;
+    if constexpr (__is_same(KV, float)) {
+        if (whole_vectors && position % shape.block_tokens + S::width <= shape.block_tokens)
+            return row_of(shape, pool, block_table, position);
+    }
+    for (std::int32_t t = 0; t < num_tokens;) {
+        const std::int32_t left_in_block = shape.block_tokens - (position + t) % shape.block_tokens;
+        const std::int32_t num_rows = smaller(num_tokens - t, left_in_block);
+        const KV* rows = row_of(shape, pool, block_table, position + t);
+        float* to = stage + t * padded;
+        if (whole_vectors) {
+            widen_rows<S>(rows, to, num_rows, padded);
+        } else {
+            // Columns past head_dim are zero from the start and stay so.
+            for (std::int32_t i = 0; i < num_rows; ++i)
+                convert<S>(rows + i * shape.head_dim, to + i * padded, shape.head_dim, 1.0f);
+        }
+        t += num_rows;
+    }
+    return stage;
+}
+
+// Blocks lie anywhere, so the processor can't foresee the next tile.
+template <typename KV>
+void prefetch_tile(const KernelShape& shape, const KV* pool, const std::int32_t* block_table, std::int32_t position,
+                   std::int32_t num_tokens) {
+    const auto* bytes = reinterpret_cast<const char*>(row_of(shape, pool, block_table, position));
+    const std::size_t num_bytes = sizeof(KV) * num_tokens * shape.head_dim;
+    for (std::size_t i = 0; i < num_bytes; i += 64) __builtin_prefetch(bytes + i);
+}
+
+template <typename S, typename Width>
+[[gnu::always_inline]] inline typename S::Vec scores(const float* q, const float* keys, Width padded) {
     typename S::Vec sums[S::width];
 #pragma GCC unroll 16
     for (int t = 0; t < S::width; ++t) sums[t] = S::zero();
     for (std::size_t d = 0; d < padded; d += S::width) {
         const auto x = S::load(q + d);
 #pragma GCC unroll 16
-        for (int t = 0; t < S::width; ++t) sums[t] = S::fma(x, S::load(keys.rows + t * keys.stride + d), sums[t]);
+        for (int t = 0; t < S::width; ++t) sums[t] = S::fma(x, S::load(keys + t * padded + d), sums[t]);
     }
     return S::sum_rows(sums);
 }
 
-// acc[h, d..] += weights[h, t] * values[t, d..] for `Heads` query heads and `Vectors` vectors from column d on.
-template <typename S, int Heads, int Vectors>
-void add_values(const float* weights, const Tile& values, std::int32_t num_tokens, float* acc, std::size_t padded) {
+// acc[h, :] += weights[h, t] * values[t, :] for `Heads` query heads and `Vectors` vectors of each row.
+template <typename S, int Heads, int Vectors, typename Width>
+[[gnu::always_inline]] inline void add_columns(const float* weights, const float* values, std::int32_t num_tokens,
+                                               float* acc, Width padded) {
     typename S::Vec sums[Heads][Vectors];
 #pragma GCC unroll 8
     for (int i = 0; i < Heads * Vectors; ++i)
@@ -113,7 +140,7 @@ void add_values(const float* weights, const Tile& values, std::int32_t num_token
         for (int h = 0; h < Heads; ++h) weight[h] = S::set(weights[h * max_lanes + t]);
 #pragma GCC unroll 4
         for (int i = 0; i < Vectors; ++i) {
-            const auto x = S::load(values.rows + t * values.stride + i * S::width);
+            const auto x = S::load(values + t * padded + i * S::width);
 #pragma GCC unroll 2
             for (int h = 0; h < Heads; ++h) sums[h][i] = S::fma(x, weight[h], sums[h][i]);
         }
@@ -123,14 +150,13 @@ void add_values(const float* weights, const Tile& values, std::int32_t num_token
         S::store(acc + (i / Vectors) * padded + (i % Vectors) * S::width, sums[i / Vectors][i % Vectors]);
 }
 
-template <typename S, int Heads>
-void add_values_all_columns(const float* weights, const Tile& values, std::int32_t num_tokens, float* acc,
-                            std::size_t padded) {
+template <typename S, int Heads, typename Width>
+[[gnu::always_inline]] inline void add_values(const float* weights, const float* values, std::int32_t num_tokens,
+                                              float* acc, Width padded) {
     std::size_t d = 0;
     for (; d + 4 * S::width <= padded; d += 4 * S::width)
-        add_values<S, Heads, 4>(weights, {values.rows + d, values.stride}, num_tokens, acc + d, padded);
-    for (; d < padded; d += S::width)
-        add_values<S, Heads, 1>(weights, {values.rows + d, values.stride}, num_tokens, acc + d, padded);
+        add_columns<S, Heads, 4>(weights, values + d, num_tokens, acc + d, padded);
+    for (; d < padded; d += S::width) add_columns<S, Heads, 1>(weights, values + d, num_tokens, acc + d, padded);
 }
 
 // The parts of `scratch`; see scratch_floats.
@@ -168,12 +194,11 @@ void start(const KernelShape& shape, const X* q, Scratch& scratch) {
 }
 
 // Turns a tile's scores of query head g into weights, against the maximum so far.
-template <typename S>
-void weigh(const KernelShape& shape, typename S::Vec tile_scores, std::int32_t g, Scratch& scratch) {
+template <typename S, typename Width>
+[[gnu::always_inline]] inline void weigh(typename S::Vec tile_scores, std::int32_t g, Scratch& scratch, Width padded) {
     float* sums = scratch.sums + g * max_lanes;
     const float tile_max = S::reduce_max(tile_scores);
     if (tile_max > scratch.maxima[g]) {
-        const std::size_t padded = padded_dim(shape);
         const auto shrink = S::set(exp2_of<S>(scratch.maxima[g] - tile_max));
         scratch.maxima[g] = tile_max;
         S::store(sums, S::mul(S::load(sums), shrink));
@@ -185,29 +210,31 @@ void weigh(const KernelShape& shape, typename S::Vec tile_scores, std::int32_t g
     S::store(sums, S::add(S::load(sums), weights));
 }
 
-template <typename S, typename KV>
-void attend_tokens(const KernelShape& shape, const HeadKv& kv, std::int32_t begin, std::int32_t end, Scratch& scratch) {
-    const std::size_t padded = padded_dim(shape);
+template <typename S, typename KV, typename Width>
+void attend_tokens(const KernelShape& shape, const HeadKv& kv, std::int32_t begin, std::int32_t end, Scratch& scratch,
+                   Width padded) {
     const KV* keys = static_cast<const KV*>(kv.pool);
     const KV* values = keys + shape.value_offset;
     std::int32_t num_tokens = 0;
     for (std::int32_t position = begin; position < end; position += num_tokens) {
         // Tiles end at multiples of the width, so that they do not straddle blocks that are such multiples.
         num_tokens = smaller(S::width - position % S::width, end - position);
-        const Tile key_tile = read_tile<S>(shape, keys, kv.block_table, position, num_tokens, scratch.key_tile);
+        prefetch_tile(shape, values, kv.block_table, position, num_tokens);
+        const float* tile =
+            read_tile<S>(shape, keys, kv.block_table, position, num_tokens, scratch.key_tile, padded);
         for (std::int32_t g = 0; g < shape.group; ++g) {
-            auto tile_scores = scores<S>(scratch.q + g * padded, key_tile, padded);
+            auto tile_scores = scores<S>(scratch.q + g * padded, tile, padded);
             if (num_tokens < S::width) tile_scores = S::keep_first(tile_scores, num_tokens, -__builtin_inff());
-            weigh<S>(shape, tile_scores, g, scratch);
+            weigh<S>(tile_scores, g, scratch, padded);
         }
-        const Tile value_tile = read_tile<S>(shape, values, kv.block_table, position, num_tokens, scratch.value_tile);
+        const std::int32_t next = position + num_tokens;
+        if (next < end) prefetch_tile(shape, keys, kv.block_table, next, smaller(S::width, end - next));
+        tile = read_tile<S>(shape, values, kv.block_table, position, num_tokens, scratch.value_tile, padded);
         std::int32_t g = 0;
         for (; g + 2 <= shape.group; g += 2)
-            add_values_all_columns<S, 2>(scratch.weights + g * max_lanes, value_tile, num_tokens,
-                                         scratch.acc + g * padded, padded);
+            add_values<S, 2>(scratch.weights + g * max_lanes, tile, num_tokens, scratch.acc + g * padded, padded);
         if (g < shape.group)
-            add_values_all_columns<S, 1>(scratch.weights + g * max_lanes, value_tile, num_tokens,
-                                         scratch.acc + g * padded, padded);
+            add_values<S, 1>(scratch.weights + g * max_lanes, tile, num_tokens, scratch.acc + g * padded, padded);
     }
 }
 
@@ -265,6 +292,14 @@ void with_type(DType dtype, F f) {
     }
 }
 
+// Calls f with the padded width, as a constant for those of most models.
+template <typename F>
+void with_width(std::size_t padded, F f) {
+    if (padded == 64) return f(Constant<64>{});
+    if (padded == 128) return f(Constant<128>{});
+    f(padded);
+}
+
 template <typename S>
 void append(const KernelShape& shape, const HeadKv& kv, std::int32_t position, const void* k, const void* v) {
     with_type(shape.exchange_dtype, [&]<typename X>(X*) {
@@ -281,7 +316,9 @@ void attend(const KernelShape& shape, const HeadKv& kv, std::int32_t begin, std:
             float* memory, float* partial, void* out) {
     Scratch scratch(shape, memory);
     with_type(shape.exchange_dtype, [&]<typename X>(X*) { start<S>(shape, static_cast<const X*>(q), scratch); });
-    with_type(shape.kv_dtype, [&]<typename KV>(KV*) { attend_tokens<S, KV>(shape, kv, begin, end, scratch); });
+    with_type(shape.kv_dtype, [&]<typename KV>(KV*) {
+        with_width(padded_dim(shape), [&](auto padded) { attend_tokens<S, KV>(shape, kv, begin, end, scratch, padded); });
+    });
     if (out == nullptr) {
         save_partial<S>(shape, scratch, partial);
     } else {
