@@ -29,7 +29,10 @@ def read_spec(files: ModelFiles, reader: GGUFReader | None = None) -> ModelSpec:
     """
     if files.gguf is not None:
         return _from_gguf(reader or open_gguf(files.gguf))
-    return _from_hf(files.directory)
+    try:
+        return _from_hf(files.directory)
+    except KeyError as error:
+        raise UnsupportedModelError(f"config.json lacks {error.args[0]}") from error
 
 
 def open_gguf(path: Path) -> GGUFReader:

@@ -1,0 +1,162 @@
+"""Filters against a plain reference, draws against the distribution, rows against their neighbours."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gpu_svc.sampling import NonFiniteLogitsError, SamplingRows, sample
+
+
+def rows(num: int, **columns: Any) -> SamplingRows:
+    """Columns may be scalars or sequences; greedy by default."""
+    defaults: dict[str, Any] = {
+        "temperature": 0.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "seed": 1,
+        "draw": 0,
+        "num_logprobs": -1,
+    }
+    types = {"temperature": "f4", "top_k": "i4", "top_p": "f4", "min_p": "f4", "seed": "u8", "draw": "i8"}
+    return SamplingRows(
+        **{
+            name: np.broadcast_to(np.array(columns.get(name, default), types.get(name, "i4")), num).copy()
+            for name, default in defaults.items()
+        }
+    )
+
+
+def plain_distribution(
+    logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float
+) -> dict[int, float]:
+    """token -> probability: each filter in turn, renormalised, one token at a time."""
+    scaled = logits.astype(np.float64) / temperature
+    kept = {int(i): float(np.exp(scaled[i] - scaled.max())) for i in np.argsort(-scaled, kind="stable")}
+    if top_k:
+        kept = dict(list(kept.items())[:top_k])
+    total, mass, nucleus = sum(kept.values()), 0.0, {}
+    for token, weight in kept.items():
+        if mass >= np.float32(top_p) * total and nucleus:
+            break
+        nucleus[token] = weight
+        mass += weight
+    largest = max(nucleus.values())
+    chosen = {token: weight for token, weight in nucleus.items() if weight >= np.float32(min_p) * largest}
+    return {token: weight / sum(chosen.values()) for token, weight in chosen.items()}
+
+
+def test_greedy_takes_the_best_and_draws_nothing() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, -1.0, 2.0]])
+    tokens, logprobs = sample(logits, rows(2))
+    assert tokens.tolist() == [1, 0]
+    assert logprobs == ()
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p", "min_p"),
+    [
+        (1.0, 0, 1.0, 0.0),
+        (0.7, 5, 1.0, 0.0),
+        (1.5, 0, 0.8, 0.0),
+        (1.0, 0, 1.0, 0.2),
+        (0.9, 12, 0.9, 0.05),
+        (1.0, 1, 1.0, 0.0),
+        (2.0, 0, 1e-6, 0.0),
+        (1.0, 1000, 0.99, 0.0),
+    ],
+)
+def test_draws_follow_the_filtered_distribution(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+    """Chi-square against the plain reference; 0.999 quantile approximated by Wilson and Hilferty."""
+    num_draws = 6000
+    logits = torch.randn(40, generator=torch.Generator().manual_seed(4)) * 2
+    expected = plain_distribution(logits.numpy(), temperature, top_k, top_p, min_p)
+    parameters = rows(
+        num_draws, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, draw=np.arange(num_draws)
+    )
+    tokens, _ = sample(logits.expand(num_draws, -1).contiguous(), parameters)
+    counts = np.bincount(tokens, minlength=40)
+    assert set(np.flatnonzero(counts)) <= set(expected)
+    # Bins with less than five expected draws are taken together.
+    bins = [(counts[t], p * num_draws) for t, p in expected.items() if p * num_draws >= 5]
+    rest = [(counts[t], p * num_draws) for t, p in expected.items() if p * num_draws < 5]
+    if sum(e for _, e in rest) >= 5:
+        bins.append((sum(c for c, _ in rest), sum(e for _, e in rest)))
+    freedom = len(bins) - 1
+    if freedom:
+        limit = freedom * (1 - 2 / (9 * freedom) + 3.09 * (2 / (9 * freedom)) ** 0.5) ** 3
+        assert sum((count - want) ** 2 / want for count, want in bins) < limit
+    else:
+        assert counts.max() == num_draws
+
+
+def test_filters_keep_the_same_tokens_as_the_reference_on_a_large_vocabulary() -> None:
+    """Flat logits need more than the quick search looks at; sharp ones do not."""
+    vocab_size = 5000
+    generator = torch.Generator().manual_seed(1)
+    for spread in (0.05, 1.0, 6.0):
+        logits = torch.randn(vocab_size, generator=generator) * spread
+        for top_k, top_p, min_p in ((0, 0.9, 0.0), (0, 0.3, 0.1), (2000, 0.9, 0.0), (50, 1.0, 0.0), (0, 0.999, 0.0)):
+            expected = plain_distribution(logits.numpy(), 1.0, top_k, top_p, min_p)
+            parameters = rows(100, temperature=1.0, top_k=top_k, top_p=top_p, min_p=min_p, draw=np.arange(100))
+            tokens, _ = sample(logits.expand(100, -1).contiguous(), parameters)
+            assert set(tokens.tolist()) <= set(expected)
+            if len(expected) < 40:
+                likely = {token for token, share in expected.items() if share > 0.1}
+                assert likely <= set(tokens.tolist())
+
+
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.randn(12, 3000, generator=generator) * 3
+    parameters = rows(
+        12,
+        temperature=[0, 1, 0.5, 2, 1, 1, 0, 1.3, 1, 0.8, 1, 1],
+        top_k=[0, 0, 5, 0, 2000, 1, 0, 0, 40, 0, 0, 0],
+        top_p=[1, 0.9, 1, 1, 0.95, 1, 1, 0.5, 0.9, 1, 1, 0.9999],
+        min_p=[0, 0, 0, 0.1, 0, 0, 0, 0.01, 0, 0, 0.3, 0],
+        seed=np.arange(12) * 2**50,
+        draw=np.arange(12) * 3,
+        num_logprobs=[-1, 2, 0, -1, 5, -1, 1, -1, -1, -1, -1, 3],
+    )
+    together, logprobs = sample(logits, parameters)
+    alone_logprobs = []
+    for i in range(12):
+        columns = {name: getattr(parameters, name)[i : i + 1] for name in SamplingRows.__dataclass_fields__}
+        token, alone = sample(logits[i : i + 1], SamplingRows(**columns))
+        assert token[0] == together[i]
+        alone_logprobs += [replace(row, row=i) for row in alone]
+    assert [row.row for row in logprobs] == [1, 2, 4, 6, 11]
+    for ours, other in zip(logprobs, alone_logprobs, strict=True):
+        assert ours.row == other.row
+        assert ours.chosen == pytest.approx(other.chosen, abs=1e-5)
+        assert [token for token, _ in ours.top] == [token for token, _ in other.top]
+
+
+def test_equal_logits_are_all_kept_whatever_their_order() -> None:
+    logits = torch.zeros(1, 6)
+    logits[0, 4] = 1.0
+    drawn = {int(sample(logits, rows(1, temperature=1.0, top_k=2, draw=i))[0][0]) for i in range(200)}
+    assert drawn == {0, 1, 2, 3, 4, 5}
+
+
+def test_logprobs_are_of_the_raw_distribution() -> None:
+    logits = torch.tensor([[1.0, 2.0, 3.0, 0.0]])
+    _, (row,) = sample(logits, rows(1, temperature=0.3, top_k=1, num_logprobs=2))
+    expected = torch.log_softmax(logits[0], -1)
+    assert row.chosen == pytest.approx(float(expected[2]))
+    assert [token for token, _ in row.top] == [2, 1]
+    assert [value for _, value in row.top] == pytest.approx([float(expected[2]), float(expected[1])])
+    assert sample(logits, rows(1, num_logprobs=0))[1][0].top == ()
+    assert len(sample(logits, rows(1, num_logprobs=20))[1][0].top) == 4
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_logits_that_are_no_numbers_are_an_error(bad: float) -> None:
+    logits = torch.zeros(3, 5)
+    logits[1, 2] = bad
+    with pytest.raises(NonFiniteLogitsError, match=r"rows \[1\]"):
+        sample(logits, rows(3, temperature=[0, 1, 0]))

@@ -1,0 +1,258 @@
+"""ExecutorService over a real channel: epochs, plans in order, tables, errors; and the process as it is started."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from support.gpu import BLOCK_TOKENS, load_decoder
+from support.reference import Reference, Verdict
+
+from gpu_svc.executor import Executor
+from gpu_svc.kv_cache import KvShape
+from gpu_svc.servicer import ExecutorServicer
+from neoflex.v1 import executor_pb2 as pb
+from neoflex.v1 import executor_pb2_grpc
+from svc_common.grpc_server import GrpcServer
+from svc_common.model.store import ModelFiles
+
+PROMPT = list(range(30, 41))
+GetFiles = Callable[[str], ModelFiles]
+NOWHERE = "127.0.0.1:1"
+
+
+@asynccontextmanager
+async def serve(
+    files: ModelFiles, cpu_attention_address: str | None = None
+) -> AsyncIterator[executor_pb2_grpc.ExecutorServiceStub]:
+    """A stub of a server in this process, with 40 GPU blocks."""
+    decoder = load_decoder(files)
+    shape = KvShape.of(decoder.spec, BLOCK_TOKENS, decoder.dtype)
+    executor = Executor(decoder, shape, 40 * shape.block_bytes)
+    with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as thread:
+        server = GrpcServer("127.0.0.1:0", ["neoflex.v1.ExecutorService"])
+        servicer = ExecutorServicer(executor, thread, cpu_attention_address)
+        server.register(executor_pb2_grpc.add_ExecutorServiceServicer_to_server, servicer)
+        await server.start()
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            yield executor_pb2_grpc.ExecutorServiceStub(channel)
+        await server.stop(0)
+        thread.submit(executor.close_epoch).result()
+
+
+def open_epoch(epoch: int, **changes: Any) -> pb.OpenEpochRequest:
+    limits = {"max_sequences": 8, "max_batch_tokens": 64, "max_sequence_tokens": 128}
+    return pb.OpenEpochRequest(epoch=epoch, **(limits | changes))
+
+
+def plan(epoch: int, iteration: int, *sub_batches: pb.SubBatch, **changes: Any) -> pb.ExecuteRequest:
+    mode = pb.EXECUTION_MODE_ASYMMETRIC
+    return pb.ExecuteRequest(
+        plan=pb.IterationPlan(
+            **({"epoch": epoch, "iteration": iteration, "mode": mode, "sub_batches": sub_batches} | changes)
+        )
+    )
+
+
+def first_plan(epoch: int, tier: "pb.Tier", blocks: range = range(10)) -> pb.ExecuteRequest:
+    new = pb.NewSequence(sequence_id=5, token_ids=PROMPT, tier=tier, blocks=blocks)
+    new.sampling.CopyFrom(pb.SequenceSampling(top_p=1, num_logprobs=1))
+    chunk = pb.PrefillChunk(sequence_id=5, start=0, num_tokens=len(PROMPT))
+    return plan(epoch, 1, pb.SubBatch(prefills=[chunk]), new_sequences=[new])
+
+
+async def execute(stub: Any, *requests: pb.ExecuteRequest) -> list[pb.IterationResult]:
+    """All are sent before the first result is read."""
+
+    async def send() -> AsyncIterator[pb.ExecuteRequest]:
+        for request in requests:
+            yield request
+
+    return [response.result async for response in stub.Execute(send())]
+
+
+async def test_plans_run_in_order_and_tokens_are_the_reference(
+    checkpoint: GetFiles, reference: Callable[[str], Reference]
+) -> None:
+    decode = pb.SubBatch(gpu_decode_sequence_ids=[5])
+    async with serve(checkpoint("llama")) as stub:
+        opened = await stub.OpenEpoch(open_epoch(3))
+        assert (opened.device, opened.compute_dtype, opened.kv_dtype) == ("cpu", "fp32", "fp32")
+        assert (opened.gpu_blocks, opened.host_blocks, opened.cpu_attention_error) == (40, 0, "")
+        assert opened.block_bytes == 3 * 2 * 2 * BLOCK_TOKENS * 8 * 4
+        assert not opened.HasField("tables")
+        results = await execute(stub, first_plan(3, pb.TIER_GPU), *(plan(3, i, decode) for i in range(2, 9)))
+        status = await stub.GetExecutorStatus(pb.GetExecutorStatusRequest())
+    assert [result.iteration for result in results] == list(range(1, 9))
+    assert all(list(result.sequence_ids) == [5] for result in results)
+    assert all(result.timings.total_ns > 0 for result in results)
+    assert results[-1].gpu_attended_tokens == len(PROMPT) + 7
+    tokens = [result.token_ids[0] for result in results]
+    assert [result.logprobs[0].top_token_ids[0] for result in results] == tokens
+    verdict = Verdict()
+    reference("llama").judge(PROMPT, tokens, verdict)
+    assert not verdict.mismatches
+    assert (status.epoch, status.last_iteration, status.num_sequences, status.gpu_blocks_used) == (3, 8, 1, 10)
+    assert status.pid == os.getpid()
+
+
+async def test_host_tier_over_the_wire(
+    checkpoint: GetFiles, reference: Callable[[str], Reference], cpu_attention: Any
+) -> None:
+    """Profiles through the real plane, then decodes on the CPU; epochs of one cpu_attn_svc count up."""
+    cpu_attention.epoch += 1
+    epoch = cpu_attention.epoch
+    decode = pb.SubBatch(cpu_decode_sequence_ids=[5])
+    async with serve(checkpoint("llama"), cpu_attention.address) as stub:
+        opened = await stub.OpenEpoch(open_epoch(epoch, profile=True))
+        assert opened.cpu_attention_error == ""
+        assert opened.host_blocks == 4 * 2**20 // opened.block_bytes
+        assert opened.cpu_attention_threads == 1
+        check_tables(opened.tables)
+        results = await execute(stub, first_plan(epoch, pb.TIER_HOST), *(plan(epoch, i, decode) for i in range(2, 6)))
+        status = await stub.GetExecutorStatus(pb.GetExecutorStatusRequest())
+    verdict = Verdict()
+    reference("llama").judge(PROMPT, [result.token_ids[0] for result in results], verdict)
+    assert not verdict.mismatches
+    assert results[-1].cpu_attended_tokens == len(PROMPT) + 4
+    assert results[0].swapped_out_bytes == len(PROMPT) * opened.block_bytes // BLOCK_TOKENS
+    assert (status.host_blocks_used, status.cpu_attention_attached) == (10, True)
+
+
+def check_tables(tables: pb.OperationTables) -> None:
+    """Grids cover the limits of `open_epoch` and what the tiers hold."""
+    assert [point.num_tokens for point in tables.linear] == [1, 2, 4, 8, 16, 32, 64]
+    assert [point.num_tokens for point in tables.head] == [1, 4, 8]
+    assert [(point.chunk_tokens, point.past_tokens) for point in tables.prefill] == [
+        (16, 0),
+        (16, 112),
+        (64, 0),
+        (64, 64),
+    ]
+    gpu = [(point.num_sequences, point.context_tokens) for point in tables.gpu_decode]
+    assert gpu == [(1, 4), (1, 32), (1, 128), (4, 16), (4, 128), (4, 160), (8, 32), (8, 160)]
+    cpu = [(point.num_sequences, point.context_tokens) for point in tables.cpu_decode]
+    assert cpu == [(1, 4), (1, 32), (1, 128), (4, 16), (4, 128), (4, 512), (8, 32), (8, 256), (8, 1024)]
+    for points in (tables.linear, tables.prefill, tables.gpu_decode, tables.cpu_decode, tables.head):
+        assert all(point.seconds > 0 for point in points)
+    assert tables.swap_bytes_per_s > 0
+    assert tables.iteration_s > 0
+
+
+async def test_an_epoch_without_cpu_attention_says_why(checkpoint: GetFiles) -> None:
+    async with serve(checkpoint("llama"), NOWHERE) as stub:
+        opened = await stub.OpenEpoch(open_epoch(1, profile=True))
+    assert opened.host_blocks == 0
+    assert opened.cpu_attention_error == f"nothing answers at {NOWHERE}"
+    assert len(opened.tables.cpu_decode) == 0
+    assert opened.tables.swap_bytes_per_s == 0
+
+
+async def test_errors_of_plans_are_results(checkpoint: GetFiles) -> None:
+    async with serve(checkpoint("llama")) as stub:
+        before = await execute(stub, first_plan(1, pb.TIER_GPU))
+        assert before[0].error == pb.EXECUTION_ERROR_STALE
+        await stub.OpenEpoch(open_epoch(1))
+        unset = await execute(stub, plan(1, 1, mode=pb.EXECUTION_MODE_UNSPECIFIED), plan(1, 2))
+        assert [result.error for result in unset] == [pb.EXECUTION_ERROR_INVALID_PLAN, pb.EXECUTION_ERROR_STALE]
+        assert unset[0].error_message == "mode 0 is none"
+        await stub.OpenEpoch(open_epoch(2))
+        tier = await execute(stub, first_plan(2, pb.TIER_UNSPECIFIED))
+        assert (tier[0].error, tier[0].error_message) == (pb.EXECUTION_ERROR_INVALID_PLAN, "tier 0 is none")
+        await stub.OpenEpoch(open_epoch(3))
+        late = await execute(stub, first_plan(2, pb.TIER_GPU), first_plan(3, pb.TIER_GPU))
+        assert [result.error for result in late] == [pb.EXECUTION_ERROR_STALE, pb.EXECUTION_ERROR_UNSPECIFIED]
+
+
+async def test_bad_epochs_are_refused(checkpoint: GetFiles) -> None:
+    async with serve(checkpoint("llama")) as stub:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stub.OpenEpoch(open_epoch(1, max_sequences=0, max_batch_tokens=-1))
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert (
+            refused.value.details()
+            == "max_sequences: must be at least 1, is 0; max_batch_tokens: must be at least 1, is -1"
+        )
+        await stub.OpenEpoch(open_epoch(5))
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stub.OpenEpoch(open_epoch(5))
+        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert refused.value.details() == "epoch 5 does not follow 5"
+
+
+async def test_a_broken_stream_leaves_the_service_ready_for_a_new_planner(checkpoint: GetFiles) -> None:
+    async with serve(checkpoint("llama")) as stub:
+        await stub.OpenEpoch(open_epoch(1))
+        call = stub.Execute()
+        await call.write(first_plan(1, pb.TIER_GPU))
+        assert (await call.read()).result.iteration == 1
+        call.cancel()
+        await stub.OpenEpoch(open_epoch(2))
+        (result,) = await execute(stub, first_plan(2, pb.TIER_GPU))
+        assert result.error == pb.EXECUTION_ERROR_UNSPECIFIED
+        assert len(result.token_ids) == 1
+
+
+def write_config(path: Path, source: Path, **gpu: Any) -> Path:
+    lines = [f'{key} = "{value}"' for key, value in gpu.items()]
+    path.write_text(f'[model]\nsource = "{source}"\n[cpu_attn]\nkv_bytes = 0\n[gpu]\n' + "\n".join(lines) + "\n")
+    return path
+
+
+async def test_the_process_starts_says_what_it_has_and_ends_on_sigterm(checkpoint: GetFiles, tmp_path: Path) -> None:
+    config = write_config(
+        tmp_path / "c.toml",
+        checkpoint("llama").directory,
+        listen=f"unix:{tmp_path}/g",
+        device="cpu",
+        dtype="auto",
+        kv_bytes="1MiB",
+    )
+    command = [sys.executable, "-m", "gpu_svc", "--config", str(config)]
+    process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+    async with grpc.aio.insecure_channel(f"unix:{tmp_path}/g") as channel:
+        request = health_pb2.HealthCheckRequest(service="neoflex.v1.ExecutorService")
+        health = await health_pb2_grpc.HealthStub(channel).Check(request, wait_for_ready=True, timeout=60)
+        assert health.status == health_pb2.HealthCheckResponse.SERVING
+        stub = executor_pb2_grpc.ExecutorServiceStub(channel)
+        opened = await stub.OpenEpoch(open_epoch(1))
+        assert opened.gpu_blocks == 2**20 // opened.block_bytes
+        status = await stub.GetExecutorStatus(pb.GetExecutorStatusRequest())
+        assert (status.pid, status.gpu_kv_bytes) == (process.pid, opened.gpu_blocks * opened.block_bytes)
+    process.send_signal(signal.SIGTERM)
+    _, log = await process.communicate()
+    assert process.returncode == 0
+    assert b"dtype auto: computing in" in log
+    assert f"weights {status.weight_bytes} bytes; GPU KV {opened.gpu_blocks} blocks".encode() in log
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "message"),
+    [
+        ("no-such-model", {"device": "cpu"}, "no-such-model"),
+        ("llama", {"device": "cuda"}, 'gpu.device is "cuda", but torch finds no CUDA device'),
+    ],
+)
+def test_the_process_says_why_it_cannot_start(
+    source: str, options: dict[str, str], message: str, checkpoint: GetFiles, tmp_path: Path
+) -> None:
+    if options["device"] == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is a CUDA device here")
+    path = checkpoint("llama").directory if source == "llama" else tmp_path / source
+    config = write_config(tmp_path / "c.toml", path, listen=f"unix:{tmp_path}/g", **options)
+    ended = subprocess.run(
+        [sys.executable, "-m", "gpu_svc", "--config", str(config)], capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 1
+    assert message in ended.stderr
+    assert "Traceback" not in ended.stderr

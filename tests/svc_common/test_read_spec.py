@@ -1,0 +1,236 @@
+"""A model's shape from config.json and from GGUF metadata, and refusals that name what is not supported."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from svc_common.model.read_spec import llama3_divisors, read_spec
+from svc_common.model.spec import ModelSpec, RopeSpec, UnsupportedModelError
+from svc_common.model.store import ModelFiles
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 1000,
+    "eos_token_id": 2,
+    "torch_dtype": "bfloat16",
+}
+WriteConfig = Callable[..., ModelFiles]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> WriteConfig:
+    def write_config(**changes: Any) -> ModelFiles:
+        (tmp_path / "config.json").write_text(json.dumps(LLAMA | changes))
+        return ModelFiles("tiny", tmp_path)
+
+    return write_config
+
+
+def test_llama(write: WriteConfig) -> None:
+    assert read_spec(write()) == ModelSpec(
+        architecture="LlamaForCausalLM",
+        num_layers=2,
+        hidden_size=64,
+        intermediate_size=160,
+        num_q_heads=8,
+        num_kv_heads=2,
+        head_dim=8,
+        vocab_size=1000,
+        context_tokens=2048,
+        rms_norm_eps=1e-5,
+        rope=RopeSpec(10_000.0, 8),
+        tie_embeddings=False,
+        eos_token_ids=(2,),
+        checkpoint_dtype="bf16",
+    )
+
+
+def test_ends_of_the_generation_config_count_too(write: WriteConfig, tmp_path: Path) -> None:
+    files = write()
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, 2, 7]}')
+    assert read_spec(files).eos_token_ids == (2, 7, 9)
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_llama3_rope_in_either_form(key: str, write: WriteConfig) -> None:
+    values = {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    files = (
+        write(rope_theta=5e5, rope_scaling=values)
+        if key == "rope_scaling"
+        else write(rope_parameters=values | {"rope_theta": 5e5})
+    )
+    expected = RopeSpec(5e5, 8, "llama3", 32.0, 1.0, 4.0, original_context_tokens=8192)
+    assert read_spec(files).rope == expected
+
+
+def test_yarn_rope(write: WriteConfig) -> None:
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    rope = read_spec(write(rope_scaling=scaling)).rope
+    assert (rope.scaling, rope.factor, rope.original_context_tokens) == ("yarn", 4.0, 512)
+    assert rope.attention_factor == pytest.approx(1.1386294)
+    given = read_spec(write(rope_scaling=scaling | {"attention_factor": 1.25})).rope
+    assert given.attention_factor == 1.25
+
+
+def test_biases_norms_and_windows_by_architecture(write: WriteConfig) -> None:
+    qwen2 = read_spec(write(architectures=["Qwen2ForCausalLM"], sliding_window=64, use_sliding_window=False))
+    assert (qwen2.qkv_bias, qwen2.output_bias, qwen2.qk_norm, qwen2.sliding_window) == (True, False, False, None)
+    qwen3 = read_spec(write(architectures=["Qwen3ForCausalLM"], head_dim=32))
+    assert (qwen3.qkv_bias, qwen3.qk_norm, qwen3.head_dim) == (False, True, 32)
+    mistral = read_spec(write(architectures=["MistralForCausalLM"], sliding_window=4096))
+    assert mistral.sliding_window == 4096
+    llama = read_spec(write(attention_bias=True, mlp_bias=True, sliding_window=64))
+    assert (llama.qkv_bias, llama.output_bias, llama.mlp_bias, llama.sliding_window) == (True, True, True, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel is not supported"),
+        ({"architectures": None, "model_type": "mamba"}, "architecture mamba is not supported"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "weights quantised by gptq are not supported"),
+        ({"hidden_act": "gelu"}, "activation gelu is not supported"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope scaling longrope is not supported"),
+        ({"torch_dtype": "float8_e4m3fn"}, "weights of type float8_e4m3fn are not supported"),
+        ({"num_key_value_heads": 3}, "8 query heads are no multiple of 3 KV heads"),
+        ({"head_dim": 512}, "head dimension 512 is over 256"),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "max_window_layers": 1,
+            },
+            "only some of the layers",
+        ),
+    ],
+)
+def test_refusals(changes: dict[str, Any], message: str, write: WriteConfig) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        read_spec(write(**changes))
+
+
+def test_unreadable_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"config\.json cannot be read"):
+        read_spec(ModelFiles("none", tmp_path))
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    with pytest.raises(UnsupportedModelError, match=r"config\.json lacks num_attention_heads"):
+        read_spec(ModelFiles("none", tmp_path))
+    (tmp_path / "bad.gguf").write_bytes(b"not GGUF at all, but long enough to be looked at")
+    with pytest.raises(UnsupportedModelError, match=r"bad\.gguf cannot be read as GGUF"):
+        read_spec(ModelFiles("bad", tmp_path, tmp_path / "bad.gguf"))
+
+
+# --- GGUF
+
+
+def write_gguf(path: Path, arch: str, tensors: dict[str, np.ndarray], **metadata: int | float | str) -> ModelFiles:
+    """A file with metadata and those tensors only."""
+    writer = gguf.GGUFWriter(path, arch)
+    values: dict[str, int | float | str] = {
+        "block_count": 2,
+        "context_length": 512,
+        "embedding_length": 32,
+        "feed_forward_length": 64,
+        "attention.head_count": 4,
+        "attention.head_count_kv": 2,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "rope.freq_base": 500_000.0,
+    }
+    for key, value in (values | metadata).items():
+        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
+        add(f"{arch}.{key}", value)
+    writer.add_eos_token_id(7)
+    for name, tensor in tensors.items():
+        writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return ModelFiles(path.stem, path.parent, path)
+
+
+TENSORS = {
+    "token_embd.weight": np.zeros((300, 32), np.float16),
+    "blk.0.attn_q.weight": np.zeros((32, 32), np.float16),
+}
+
+
+def test_gguf_qwen2(tmp_path: Path) -> None:
+    extra = {"blk.0.attn_q.bias": np.zeros(32, np.float32), "output.weight": np.zeros((300, 32), np.float16)}
+    spec = read_spec(write_gguf(tmp_path / "q.gguf", "qwen2", TENSORS | extra))
+    assert spec == ModelSpec(
+        architecture="qwen2",
+        num_layers=2,
+        hidden_size=32,
+        intermediate_size=64,
+        num_q_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        vocab_size=300,
+        context_tokens=512,
+        rms_norm_eps=pytest.approx(1e-6),  # type: ignore[arg-type]
+        rope=RopeSpec(500_000.0, 8),
+        tie_embeddings=False,
+        eos_token_ids=(7,),
+        checkpoint_dtype="fp16",
+        qkv_bias=True,
+    )
+
+
+def test_gguf_features_show_in_tensors_and_keys(tmp_path: Path) -> None:
+    extra = {"blk.0.attn_q_norm.weight": np.zeros(16, np.float32)}
+    options: dict[str, Any] = {"attention.key_length": 16, "attention.sliding_window": 96}
+    spec = read_spec(write_gguf(tmp_path / "q.gguf", "qwen3", TENSORS | extra, **options))
+    assert (spec.head_dim, spec.qk_norm, spec.sliding_window, spec.tie_embeddings) == (16, True, 96, True)
+
+
+def test_gguf_rope_scaling(tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 4.0,
+        "rope.scaling.original_context_length": 128,
+    }
+    rope = read_spec(write_gguf(tmp_path / "y.gguf", "llama", TENSORS, **options)).rope
+    assert (rope.scaling, rope.factor, rope.original_context_tokens) == ("yarn", 4.0, 128)
+    with pytest.raises(UnsupportedModelError, match="rope scaling longrope"):
+        read_spec(write_gguf(tmp_path / "l.gguf", "llama", TENSORS, **{"rope.scaling.type": "longrope"}))
+
+
+def test_gguf_llama3_rope_is_recovered_from_its_divisors(tmp_path: Path) -> None:
+    rope = RopeSpec(500_000.0, 8, "llama3", 32.0, 1.0, 4.0, 8192)
+    tensor = llama3_divisors(rope).astype(np.float32)
+    assert tensor[0] == 1
+    assert tensor[-1] == 32
+    spec = read_spec(write_gguf(tmp_path / "a.gguf", "llama", TENSORS | {"rope_freqs.weight": tensor}))
+    assert spec.rope == rope
+    strange = TENSORS | {"rope_freqs.weight": tensor[::-1].copy()}
+    with pytest.raises(UnsupportedModelError, match="follows no known rule"):
+        read_spec(write_gguf(tmp_path / "b.gguf", "llama", strange))
+
+
+def test_gguf_refusals(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="GGUF architecture gemma is not supported"):
+        read_spec(write_gguf(tmp_path / "a.gguf", "gemma", TENSORS))
+    with pytest.raises(UnsupportedModelError, match="llama with experts"):
+        read_spec(write_gguf(tmp_path / "b.gguf", "llama", TENSORS, expert_count=8))
+    with pytest.raises(UnsupportedModelError, match=r"lacks token_embd.weight"):
+        read_spec(write_gguf(tmp_path / "c.gguf", "llama", {}))
