@@ -43,6 +43,7 @@ class Engine:
         self._scheduler: Scheduler | None = None
         self._capacity: Capacity | None = None
         self._is_open = False
+        self._is_suspended = False
         self._draining = False
         self._by_request: dict[str, Generation] = {}
         self._by_sequence: dict[int, Generation] = {}
@@ -128,6 +129,7 @@ class Engine:
             lost = self._scheduler.reset(capacity, estimator, epoch, lose_host)
         self._capacity = capacity
         self._is_open = True
+        self._is_suspended = False
         self._last_progress_s = time.monotonic()
         error = unavailable(
             "CPU_ATTENTION_LOST", "the request's KV cache was lost with the CPU attention service", _RETRY_S
@@ -136,6 +138,10 @@ class Engine:
             self._fail(self._by_sequence[sequence_id], error)
         self.wake.set()
         self.changed.set()
+
+    def suspend(self) -> None:
+        """One epoch is over and the next is being opened: requests wait, and waiting is no stall."""
+        self._is_suspended = True
 
     def close(self, error: ServiceError) -> None:
         """No executor: every request fails, and new ones are refused until `open`."""
@@ -197,7 +203,7 @@ class Engine:
 
     def is_alive(self) -> bool:
         """False where there is work and none of it has got ahead for STALLED_AFTER_S."""
-        waits = self._is_open and bool(self._by_request)
+        waits = self._is_open and not self._is_suspended and bool(self._by_request)
         return not waits or time.monotonic() - self._last_progress_s < STALLED_AFTER_S
 
     def is_ready(self) -> bool:

@@ -20,7 +20,8 @@ _OPTIONS = [
 ]
 _PROFILE_S = 900.0
 """Profiling a large model on a slow device takes minutes."""
-_OPEN_S = 60.0
+_OPEN_S = 180.0
+"""A host pool of hundreds of GiB takes minutes to reserve."""
 _PROBE_S = 1.0
 
 

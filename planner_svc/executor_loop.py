@@ -7,6 +7,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from enum import Enum
 
 from planner_svc.engine import Engine
@@ -151,14 +152,21 @@ class ExecutorLoop:
         if end is EpochEnd.FAILED:
             self._engine.fail_all(unavailable("EXECUTION_FAILED", "the executor failed at an iteration", _RETRY_S))
         if end is EpochEnd.HOST_LOST:
-            # At once, so that callers are told before the executor has given up on the service.
-            assert self._capacity is not None
-            assert self._estimator is not None
-            self._epoch += 1
-            self._engine.open(self._capacity, self._estimator, self._epoch, lose_host=True)
+            self._lose_host()
+        self._engine.suspend()
         # Tables measured without the host say nothing about attention there.
         assert self._tables is not None
         await self._open(profile=end is EpochEnd.HOST_BACK and not self._tables.cpu_decode)
+
+    def _lose_host(self) -> None:
+        """Tells callers at once, before the executor has given up on the service and opened the next epoch."""
+        assert self._capacity is not None
+        assert self._estimator is not None
+        assert self.placement is not None
+        self.placement = replace(self.placement, host_blocks=0, cpu_attention_threads=0)
+        self._capacity = replace(self._capacity, host_blocks=0)
+        self._epoch += 1
+        self._engine.open(self._capacity, self._estimator, self._epoch, lose_host=True)
 
     async def _drive(self) -> EpochEnd:
         """Feeds plans and takes results until the epoch is over. Raises ExecutorLostError."""
