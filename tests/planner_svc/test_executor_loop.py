@@ -6,6 +6,7 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2
 from support.fake_workers import FakeExecutor, FakeHost
 from support.planner_rig import (
     CONTEXT_TOKENS,
@@ -21,6 +22,7 @@ from support.planner_rig import (
 
 from neoflex.v1 import executor_pb2
 from neoflex.v1 import inference_pb2 as pb
+from planner_svc import engine as engine_module
 
 FOREVER = 150
 LONG_PROMPT = "x" * 40
@@ -135,6 +137,25 @@ async def test_requests_go_on_when_cpu_attention_comes_back(start_rig: StartRig)
     rest = await collect(stream)
     assert got + tokens_of(rest) == answer_of(rig, "the", 25)
     assert rest[-1].finished.usage.recomputations == 1
+
+
+async def test_opening_an_epoch_is_no_stall(start_rig: StartRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "STALLED_AFTER_S", 0.5)
+    rig = await start_rig(two_tiers(), FakeHost())
+    watch = rig.health.Watch(health_pb2.HealthCheckRequest(service="liveness"))
+    assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+    stream = rig.stub.GenerateStream(streaming(request("the", max_tokens=25)))
+    await first_delta(stream)
+    rig.executor.iteration_s = 0.08  # Goes on until the loss is noticed.
+    rig.executor.open_s = 1.6  # Longer than a stall and the time between two looks.
+    assert rig.host is not None
+    await rig.host.kill()
+    assert (await collect(stream))[-1].finished.usage.recomputations == 1
+    change = asyncio.ensure_future(watch.read())
+    await asyncio.sleep(0.1)
+    assert not change.done()
+    watch.cancel()
+    await asyncio.wait([change])
 
 
 async def test_cpu_attention_that_restarts_unseen_is_attached_anew(start_rig: StartRig) -> None:

@@ -44,6 +44,8 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
     answer: Answer = alphabet
     host: "FakeHost | None" = None
     iteration_s: float = 0.0
+    open_s: float = 0.0
+    """How long opening an epoch takes."""
     block_tokens: int = 4
 
     gate: asyncio.Event = field(default_factory=asyncio.Event)
@@ -85,6 +87,7 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
     async def OpenEpoch(self, request: Any, context: Any) -> executor_pb2.OpenEpochResponse:  # noqa: N802
         if self.epochs and request.epoch <= self.epochs[-1].epoch:
             self.problems.append(f"epoch {request.epoch} does not follow {self.epochs[-1].epoch}")
+        await asyncio.sleep(self.open_s)
         self.epochs.append(request)
         self.held.clear()
         self._epoch_over = False

@@ -16,6 +16,7 @@ from svc_common.model.tokenizer import ChatTemplateError, IncrementalDecoder, To
 
 BYTE_LEVEL = tiny_tokenizers.byte_level()
 BYTE_FALLBACK = tiny_tokenizers.byte_fallback()
+LEVEL, FALLBACK = Tokenizer(BYTE_LEVEL), Tokenizer(BYTE_FALLBACK)
 
 
 def incremental(tokenizer: Tokenizer, ids: list[int]) -> str:
@@ -39,34 +40,30 @@ def _is_incomplete(tail: bytes) -> bool:
 
 @given(st.lists(st.integers(0, len(BYTE_LEVEL) - 1), max_size=40))
 def test_byte_level_equals_the_library_for_any_tokens(ids: list[int]) -> None:
-    tokenizer = Tokenizer(BYTE_LEVEL)
-    assert tokenizer.decode(ids) == BYTE_LEVEL.decode(ids, skip_special_tokens=True)
+    assert LEVEL.decode(ids) == BYTE_LEVEL.decode(ids, skip_special_tokens=True)
 
 
 @given(st.text(max_size=60))
 def test_text_survives_both_kinds(text: str) -> None:
-    level, fallback = Tokenizer(BYTE_LEVEL), Tokenizer(BYTE_FALLBACK)
     for token in (tiny_tokenizers.START, tiny_tokenizers.END):
         text = text.replace(token, "")
-    ids = level.encode(text)
-    assert level.decode(ids) == text
-    assert incremental(level, ids) == text
-    ids = fallback.encode(text)
-    assert fallback.decode(ids) == BYTE_FALLBACK.decode(ids, skip_special_tokens=True)
-    assert incremental(fallback, ids).removeprefix(" ") == fallback.decode(ids)
+    ids = LEVEL.encode(text)
+    assert LEVEL.decode(ids) == text
+    assert incremental(LEVEL, ids) == text
+    ids = FALLBACK.encode(text)
+    assert FALLBACK.decode(ids) == BYTE_FALLBACK.decode(ids, skip_special_tokens=True)
+    assert incremental(FALLBACK, ids).removeprefix(" ") == FALLBACK.decode(ids)
 
 
 @given(st.lists(st.integers(0, len(BYTE_LEVEL) - 1), max_size=40))
 def test_a_stream_is_the_whole_less_half_a_character(ids: list[int]) -> None:
-    tokenizer = Tokenizer(BYTE_LEVEL)
-    data = b"".join(map(tokenizer.token_bytes, ids))
-    assert incremental(tokenizer, ids) == less_incomplete_end(data)
+    data = b"".join(map(LEVEL.token_bytes, ids))
+    assert incremental(LEVEL, ids) == less_incomplete_end(data)
 
 
 def test_a_character_comes_out_with_its_last_byte() -> None:
-    tokenizer = Tokenizer(BYTE_LEVEL)
-    decoder = IncrementalDecoder(tokenizer)
-    by_bytes = {tokenizer.token_bytes(index): index for index in range(tokenizer.vocab_size)}
+    decoder = IncrementalDecoder(LEVEL)
+    by_bytes = {LEVEL.token_bytes(index): index for index in range(LEVEL.vocab_size)}
     pieces = [decoder.push(by_bytes[bytes([byte])]) for byte in "é🙂".encode()]
     assert pieces == ["", "é", "", "", "", "🙂"]
 
