@@ -1,29 +1,21 @@
-"""What callers see: answers, streams, ends, refusals with their details, and health."""
+"""What callers get: answers and streams, and every way in which they end."""
 
 import asyncio
 
 import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
-from google.rpc import error_details_pb2
-from grpc_health.v1 import health_pb2
-from support.fake_workers import BLOCK_BYTES, FakeExecutor, FakeHost
+from support.fake_workers import FakeExecutor
 from support.planner_rig import (
-    CONTEXT_TOKENS,
     TOKENIZER,
-    Rig,
     StartRig,
     collect,
-    detail,
     first_delta,
-    refused,
     request,
     streaming,
 )
 
 from neoflex.v1 import inference_pb2 as pb
-from planner_svc import engine as engine_module
-from planner_svc.server import SERVICE_NAME
 
 FOREVER = 150
 """Tokens of an answer that a test ends by other means; with `slow` it would take seconds."""
@@ -238,215 +230,3 @@ async def test_a_slow_reader_holds_up_nobody_and_gets_all(start_rig: StartRig) -
     await rig.until_free()
     tokens = [token for item in await collect(stream) for token in item.delta.token_ids]
     assert tokens == [rig.executor.answer(tuple(TOKENIZER.encode("the")), i) for i in range(FOREVER)]
-
-
-# --- refusals
-
-
-async def test_a_bad_field_is_named_and_costs_nothing(start_rig: StartRig) -> None:
-    rig = await start_rig()
-    message = request()
-    message.sampling.top_p = 1.5
-    code, reason, error = await refused(rig.stub.Generate(message))
-    assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT")
-    [violation] = detail(error, error_details_pb2.BadRequest).field_violations
-    assert (violation.field, violation.description) == ("request.sampling.top_p", "must be in (0, 1], is 1.5")
-    assert rig.executor.plans == []
-    info = await rig.stub.GetServerInfo(pb.GetServerInfoRequest())
-    assert (info.counters.refused_requests, info.counters.accepted_requests) == (1, 0)
-
-
-@pytest.mark.parametrize(
-    ("message", "field", "limit"),
-    [
-        (request("the", max_tokens=CONTEXT_TOKENS), "request.stopping.max_tokens", f"at most {CONTEXT_TOKENS - 1}"),
-        (request("x" * CONTEXT_TOKENS), "request.text", f"at most {CONTEXT_TOKENS - 1} tokens"),
-        (request("the", max_tokens=170), "request.stopping.max_tokens", "at most 161 tokens"),
-        (request("x" * 170, max_tokens=1), "request.text", "at most 161 tokens"),
-    ],
-)
-async def test_what_can_never_fit_is_refused(
-    message: pb.GenerateRequest, field: str, limit: str, start_rig: StartRig
-) -> None:
-    rig = await start_rig(FakeExecutor(gpu_blocks=40))
-    code, _, error = await refused(rig.stub.Generate(message))
-    assert code is grpc.StatusCode.INVALID_ARGUMENT
-    [violation] = detail(error, error_details_pb2.BadRequest).field_violations
-    assert violation.field == field
-    assert limit in violation.description
-
-
-async def test_default_max_tokens_fit_the_cache(start_rig: StartRig) -> None:
-    rig = await start_rig(FakeExecutor(gpu_blocks=10))
-    answer = await rig.stub.Generate(pb.GenerateRequest(text="the"))
-    assert answer.usage.completion_tokens == 10 * 4 + 1 - 1
-    rig = await start_rig(FakeExecutor(gpu_blocks=1000))
-    answer = await rig.stub.Generate(pb.GenerateRequest(text="the"))
-    assert answer.usage.completion_tokens == CONTEXT_TOKENS - 1
-
-
-async def test_a_full_queue_is_refused_with_a_delay(start_rig: StartRig) -> None:
-    rig = await start_rig(max_waiting_requests=2, max_running_sequences=1)
-    rig.executor.gate.clear()
-    calls = [asyncio.create_task(collect(rig.stub.GenerateStream(streaming(request())))) for _ in range(2)]
-
-    async def one_runs_and_one_waits() -> bool:
-        load = await rig.load()
-        return (load.running_requests, load.waiting_requests) == (1, 1)
-
-    await rig.until(one_runs_and_one_waits)
-    calls.append(asyncio.create_task(collect(rig.stub.GenerateStream(streaming(request())))))
-
-    async def two_wait() -> bool:
-        return bool((await rig.load()).waiting_requests == 2)
-
-    await rig.until(two_wait)
-    code, reason, error = await refused(rig.stub.Generate(request()))
-    assert (code, reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
-    [violation] = detail(error, error_details_pb2.QuotaFailure).violations
-    assert violation.subject == "planner.max_waiting_requests"
-    assert detail(error, error_details_pb2.RetryInfo).retry_delay.ToNanoseconds() == 10**9
-    rig.executor.gate.set()
-    for call in calls:
-        assert (await call)[-1].finished.finish.reason == pb.FINISH_REASON_LENGTH
-    await rig.stub.Generate(request())
-
-
-async def test_an_id_in_use_is_refused_and_free_again_later(start_rig: StartRig) -> None:
-    rig = await start_rig(slow())
-    message = request(max_tokens=FOREVER)
-    message.request_id = "mine"
-    stream = rig.stub.GenerateStream(streaming(message))
-    await first_delta(stream)
-    code, reason, _ = await refused(rig.stub.Generate(message))
-    assert (code, reason) == (grpc.StatusCode.ALREADY_EXISTS, "REQUEST_ID_IN_USE")
-    stream.cancel()
-    await rig.until_free()
-    message.stopping.max_tokens = 1
-    assert (await rig.stub.Generate(message)).request_id == "mine"
-
-
-async def test_a_template_that_refuses(start_rig: StartRig) -> None:
-    rig = await start_rig()
-    message = pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="robot", content="beep")]))
-    code, reason, error = await refused(rig.stub.Generate(message))
-    assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "CHAT_TEMPLATE")
-    [violation] = detail(error, error_details_pb2.BadRequest).field_violations
-    assert violation.field == "request.chat.messages"
-    assert "unknown role robot" in violation.description
-
-
-async def test_while_loading_callers_are_told_to_come_back(start_rig: StartRig) -> None:
-    host = FakeHost()
-    host.refuses = True
-    rig = await start_rig(FakeExecutor(host_blocks=8), host, ready=False)
-    code, reason, error = await refused(rig.stub.Generate(request()))
-    assert (code, reason) == (grpc.StatusCode.UNAVAILABLE, "LOADING")
-    assert detail(error, error_details_pb2.RetryInfo).retry_delay.ToNanoseconds() > 0
-    assert (await refused(rig.stub.GetModelInfo(pb.GetModelInfoRequest())))[:2] == (code, reason)
-    assert (await rig.stub.GetServerInfo(pb.GetServerInfoRequest())).gpu_blocks == 0
-    assert (await rig.load()).max_waiting_requests == 1024
-    assert not await rig.is_serving()
-    assert await rig.is_serving("liveness")
-    # What needs no executor is answered.
-    assert (await rig.stub.Detokenize(pb.DetokenizeRequest(token_ids=[64]))).text == "a"
-
-
-# --- facts
-
-
-async def test_tokenize_and_detokenize(start_rig: StartRig) -> None:
-    rig = await start_rig()
-    assert list((await rig.stub.Tokenize(pb.TokenizeRequest(text="the abc"))).token_ids) == TOKENIZER.encode("the abc")
-    chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="the")])
-    ids = list((await rig.stub.Tokenize(pb.TokenizeRequest(chat=chat))).token_ids)
-    assert ids == TOKENIZER.encode_chat([("user", "the")])
-    assert (await rig.stub.Detokenize(pb.DetokenizeRequest(token_ids=ids))).text == "user:theassistant:"
-    code, _, error = await refused(rig.stub.Detokenize(pb.DetokenizeRequest(token_ids=[-1])))
-    assert (code, error.details()) == (
-        grpc.StatusCode.INVALID_ARGUMENT,
-        f"token_ids[0]: must be in [0, {TOKENIZER.vocab_size}), is -1",
-    )
-
-
-async def test_the_model_and_the_server_describe_themselves(start_rig: StartRig) -> None:
-    rig = await start_rig(FakeExecutor(host_blocks=8), FakeHost())
-    model = await rig.stub.GetModelInfo(pb.GetModelInfoRequest())
-    assert (model.name, model.architecture, model.vocabulary_size) == ("tiny", "LlamaForCausalLM", TOKENIZER.vocab_size)
-    assert (model.context_tokens, list(model.eos_token_ids)) == (CONTEXT_TOKENS, list(TOKENIZER.eos_token_ids))
-    assert (model.compute_dtype, model.kv_dtype) == ("fp32", "bf16")
-    await rig.stub.Generate(request(max_tokens=3))
-    info = await rig.stub.GetServerInfo(pb.GetServerInfoRequest())
-    assert (info.version, info.device, info.block_tokens, info.block_bytes) == ("1.2.3", "cpu", 4, BLOCK_BYTES)
-    assert (info.gpu_blocks, info.host_blocks, info.cpu_attention_threads) == (64, 8, 1)
-    counters = info.counters
-    assert (counters.accepted_requests, counters.finished_requests, counters.refused_requests) == (1, 1, 0)
-    assert (counters.prefilled_tokens, counters.generated_tokens) == (1, 3)
-    assert counters.gpu_only_iterations + counters.asymmetric_iterations >= 3
-    assert counters.executor_busy_ns >= 3000
-    assert counters.planning_ns > 0
-
-
-async def test_load_follows_the_requests(start_rig: StartRig) -> None:
-    rig = await start_rig(slow())
-    stream = rig.stub.GenerateStream(streaming(request("x" * 10, max_tokens=FOREVER)))
-    await first_delta(stream)
-    load = await rig.load()
-    assert (load.running_requests, load.waiting_requests) == (1, 0)
-    assert (load.gpu_blocks_total, load.host_blocks_total) == (64, 0)
-    assert load.gpu_blocks_used >= 3
-    stream.cancel()
-    await rig.until_free()
-
-
-# --- health
-
-
-async def test_watch_sees_a_stall_and_its_end(start_rig: StartRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "STALLED_AFTER_S", 0.5)
-    rig = await start_rig()
-    serving, not_serving = (
-        health_pb2.HealthCheckResponse.SERVING,
-        health_pb2.HealthCheckResponse.NOT_SERVING,
-    )
-    for name in ("", SERVICE_NAME, "readiness", "liveness"):
-        assert await rig.is_serving(name)
-    watch = rig.health.Watch(health_pb2.HealthCheckRequest(service="liveness"))
-    assert (await watch.read()).status == serving
-    rig.executor.gate.clear()
-    call = asyncio.create_task(collect(rig.stub.GenerateStream(streaming(request()))))
-    assert (await watch.read()).status == not_serving
-    await rig.until(lambda: _is_not_serving(rig))
-    rig.executor.gate.set()
-    assert (await watch.read()).status == serving
-    await call
-    await rig.until_ready()
-    watch.cancel()
-
-
-async def _is_not_serving(rig: Rig) -> bool:
-    return not await rig.is_serving()
-
-
-async def test_draining_lets_the_running_end_and_refuses_the_new(start_rig: StartRig) -> None:
-    rig = await start_rig(slow())
-    stream = rig.stub.GenerateStream(streaming(request("the", max_tokens=40)))
-    await first_delta(stream)
-    stop = asyncio.create_task(rig.server.stop(30))
-    await rig.until(lambda: _is_not_serving(rig))
-    code, reason, _ = await refused(rig.stub.Generate(request()))
-    assert (code, reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
-    *_, last = await collect(stream)
-    assert last.finished.finish.reason == pb.FINISH_REASON_LENGTH
-    assert last.finished.usage.completion_tokens == 40
-    await stop
-
-
-async def test_draining_ends_what_outlasts_the_grace(start_rig: StartRig) -> None:
-    rig = await start_rig(slow())
-    stream = rig.stub.GenerateStream(streaming(request("the", max_tokens=FOREVER)))
-    await first_delta(stream)
-    stop = asyncio.create_task(rig.server.stop(0.1))
-    code, reason, _ = await refused(collect(stream))
-    assert (code, reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
-    await stop
