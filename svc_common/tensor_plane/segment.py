@@ -32,22 +32,21 @@ class Segment:
     def create(cls, segment_dir: Path, epoch: int, shape: RegionShape, pool_bytes: int) -> "Segment":
         """Reserves the memory. Header and exchange slots come on top of `pool_bytes`. Raises PlaneError."""
         native = shape.to_native()
-        for attempt in range(1, _ATTEMPTS + 1):
+        for _ in range(_ATTEMPTS):
             try:
                 directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=segment_dir))
             except OSError as error:
                 raise PlaneError(f"{segment_dir}: {error.strerror}") from error
             try:
                 _check_socket_path(directory / _SOCKET)
-                region = _plane.Region.create(str(directory / _REGION), epoch, native, pool_bytes)
-                return cls(region, directory)
+                return cls(_plane.Region.create(str(directory / _REGION), epoch, native, pool_bytes), directory)
             except PlaneError:
-                # A starting service may have swept the directory away before its region was locked.
+                # Another service that starts may have swept the directory away before its region was locked.
                 swept = not directory.exists()
                 _remove(directory)
-                if not swept or attempt == _ATTEMPTS:
+                if not swept:
                     raise
-        raise AssertionError("unreachable")
+        raise PlaneError(f"{segment_dir}: segments are taken for stale while they are made")
 
     @property
     def path(self) -> str:

@@ -1,10 +1,7 @@
-"""The real service in a process of its own, driven as gpu_svc drives it."""
+"""The real service in a process of its own: what it computes and what it refuses."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import grpc
 import numpy as np
@@ -12,83 +9,11 @@ import psutil
 import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
-from support.cpu_attention import TOLERANCE, Service, attention, decode, encode
+from support.cpu_attention import Service
+from support.cpu_decodes import SHAPE, TIMEOUT_S, Decodes
 
-from cpu_attn_svc import _attention
 from neoflex.v1 import cpu_attention_pb2 as pb
-from svc_common.tensor_plane import CpuSubBatch, PeerLostError, PlaneError, RegionShape, Report, TensorPlane
-
-SHAPE = RegionShape(
-    num_layers=3,
-    num_q_heads=6,
-    num_kv_heads=2,
-    head_dim=32,
-    block_tokens=4,
-    kv_dtype="fp32",
-    exchange_dtype="fp32",
-    max_sequences=8,
-    softmax_scale=0.2,
-    sliding_window=0,
-)
-TIMEOUT_S = 10.0
-
-
-class Decodes:
-    """Sequences that grow by a token each iteration, in two sub-batches, beside the same in float64."""
-
-    def __init__(self, plane: TensorPlane, shape: RegionShape, num_sequences: tuple[int, int], seed: int = 0) -> None:
-        self.plane = plane
-        self.shape = shape
-        self.random = np.random.default_rng(seed)
-        self.iteration = 0
-        stride = 16
-        blocks = self.random.permutation(plane.num_blocks)[: sum(num_sequences) * stride].astype(np.int32)
-        tables = blocks.reshape(-1, stride)
-        self.tables = [tables[: num_sequences[0]], tables[num_sequences[0] :]]
-        self.contexts = [self.random.integers(0, 10, n).astype(np.int32) for n in num_sequences]
-        plane.pool[:] = encode(self.random.standard_normal(plane.pool.shape), shape.kv_dtype)
-        self.pool = decode(plane.pool)
-
-    def submit(self, slot: int) -> tuple[int, np.ndarray]:  # type: ignore[type-arg]
-        """Fills the slot for one layer; returns what is needed to compare."""
-        plane, shape, n = self.plane, self.shape, len(self.contexts[slot])
-        q = encode(self.random.standard_normal((n, shape.num_q_heads, shape.head_dim)), shape.exchange_dtype)
-        kv = encode(self.random.standard_normal((2, n, shape.num_kv_heads, shape.head_dim)), shape.exchange_dtype)
-        plane.q(slot)[:n], plane.k(slot)[:n], plane.v(slot)[:n] = q, kv[0], kv[1]
-        plane.submit(slot)
-        return n, np.concatenate([decode(q), *decode(kv)], axis=1)
-
-    def check(self, slot: int, layer: int, sent: np.ndarray) -> None:  # type: ignore[type-arg]
-        """`out` of a completed submit, and the new token in the pool."""
-        shape, context, tables = self.shape, self.contexts[slot], self.tables[slot]
-        q, k, v = np.split(sent, [shape.num_q_heads, shape.num_q_heads + shape.num_kv_heads], axis=1)
-        kv = decode(encode(np.stack([k, v], axis=1), shape.kv_dtype))
-        last = context - 1
-        blocks = tables[np.arange(len(context)), last // shape.block_tokens]
-        self.pool[layer, blocks, :, :, last % shape.block_tokens] = kv
-        want = attention(q, self.pool[layer], tables, context, shape.softmax_scale, shape.sliding_window)
-        got = decode(self.plane.out(slot)[: len(context)])
-        np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE[shape.exchange_dtype])
-
-    def run_iteration(self) -> Report:
-        """Both sub-batches, the second submitted while the first is computed."""
-        self.iteration += 1
-        for context in self.contexts:
-            context += 1
-        slots = [slot for slot in (1, 0) if len(self.contexts[slot])]
-        self.plane.begin(
-            self.iteration,
-            [CpuSubBatch(s, self.contexts[s], self.tables[s]) for s in slots],
-            sum(map(len, self.tables)),
-        )
-        for layer in range(self.shape.num_layers):
-            sent = {slot: self.submit(slot)[1] for slot in slots}
-            for slot in slots:
-                self.plane.wait(slot, TIMEOUT_S)
-                self.check(slot, layer, sent[slot])
-        report = self.plane.finish(TIMEOUT_S)
-        np.testing.assert_array_equal(decode(self.plane.pool), self.pool, "nothing else was written")
-        return report
+from svc_common.tensor_plane import CpuSubBatch, PeerLostError, PlaneError
 
 
 def violated_fields(error: grpc.RpcError) -> list[str]:
@@ -189,71 +114,6 @@ def test_what_is_out_of_range_is_refused_before_memory_is_touched(service: Servi
     plane.close()
 
 
-EXECUTOR = """
-import sys, time
-import numpy as np
-from svc_common.tensor_plane import CpuSubBatch, RegionShape, TensorPlane
-plane = TensorPlane.attach(sys.argv[1], sys.argv[2], 8, RegionShape(**eval(sys.argv[3])))
-plane.begin(1, [CpuSubBatch(0, np.array([1], np.int32), np.array([[0]], np.int32))], 1)
-plane.submit(0)
-plane.wait(0, 10.0)
-print("inside an iteration", flush=True)
-time.sleep(600)
-"""
-
-
-def test_a_killed_executor_frees_its_region(service: Service) -> None:
-    opened = service.open(8, SHAPE)
-    command = [sys.executable, "-c", EXECUTOR, opened.path, opened.descriptor_endpoint, repr(asdict(SHAPE))]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as executor:
-        assert executor.stdout is not None
-        assert executor.stdout.readline() == "inside an iteration\n"
-        assert service.status().epoch == 8
-        shared = psutil.Process(service.process.pid).memory_maps()
-        assert any("region" in one.path for one in shared)
-        executor.kill()
-        service.until(lambda s: s.status().epoch == 0)
-    service.until(lambda s: all("region" not in m.path for m in psutil.Process(s.process.pid).memory_maps()))
-    status = service.status()
-    assert (status.pool_bytes, status.num_blocks, status.blocks_used, status.iterations) == (0, 0, 0, 0)
-    plane = service.attach(9, SHAPE)
-    Decodes(plane, SHAPE, (1, 1)).run_iteration()
-    plane.close()
-
-
-def test_an_executor_that_closes_frees_its_region(service: Service) -> None:
-    service.attach(4, SHAPE).close()
-    service.until(lambda s: s.status().epoch == 0)
-
-
-def test_memory_stays_within_the_configured_bytes(start_service: Callable[..., Service]) -> None:
-    kv_bytes = 48 * 2**20
-    service = start_service(kv_bytes=kv_bytes).wait_ready()
-    process = psutil.Process(service.process.pid)
-    before = process.memory_info()
-    opened = service.open(1, SHAPE)
-    status = service.status()
-    assert kv_bytes - SHAPE.block_bytes < status.pool_bytes <= kv_bytes
-    assert status.pool_bytes == status.num_blocks * SHAPE.block_bytes
-    assert status.num_blocks == opened.num_blocks
-    slots_bytes = 2 * 4 * 8 * 32 * (6 + 2 + 2 + 6)
-    assert opened.region_bytes <= kv_bytes + slots_bytes + 3 * 4096
-    plane = TensorPlane.attach(opened.path, opened.descriptor_endpoint, 1, SHAPE)
-    plane.pool[:] = 1
-    # Every block of the pool is read and written by the service too.
-    per_sequence = opened.num_blocks // 8
-    tables = np.arange(8 * per_sequence, dtype=np.int32).reshape(8, -1)
-    plane.begin(1, [CpuSubBatch(0, np.full(8, per_sequence * 4, np.int32), tables)], 0)
-    for _ in range(SHAPE.num_layers):
-        plane.submit(0)
-        plane.wait(0, TIMEOUT_S)
-    plane.finish(TIMEOUT_S)
-    after = process.memory_info()
-    assert 0.9 * kv_bytes < after.shared - before.shared <= opened.region_bytes + 2**20
-    assert after.rss - before.rss <= opened.region_bytes + 8 * 2**20
-    plane.close()
-
-
 @pytest.mark.parametrize(
     ("change", "field"),
     [
@@ -288,62 +148,3 @@ def test_a_pool_too_small_for_one_block_is_said(service: Service) -> None:
     assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
     assert "cpu_attn.kv_bytes: a pool of 4194304 bytes holds no block: one takes 8388608" in str(caught.value.details())
     assert service.segments() == []
-
-
-def test_sigterm_leaves_no_file(start_service: Callable[..., Service]) -> None:
-    service = start_service().wait_ready()
-    service.open(1, SHAPE)  # nobody attaches: the names are still there
-    assert len(service.segments()) == 3
-    service.process.terminate()
-    assert service.process.wait(20) == 0
-    assert service.segments() == []
-
-
-def test_sigterm_in_an_iteration(start_service: Callable[..., Service]) -> None:
-    service = start_service().wait_ready()
-    plane = service.attach(1, SHAPE)
-    plane.begin(1, [CpuSubBatch(0, np.array([1], np.int32), np.array([[0]], np.int32))], 1)
-    plane.submit(0)
-    plane.wait(0, TIMEOUT_S)
-    plane.submit(0)
-    plane.wait(0, TIMEOUT_S)
-    service.process.terminate()
-    with pytest.raises(PeerLostError):
-        plane.finish(TIMEOUT_S)
-    assert service.process.wait(20) == 0
-    plane.close()
-
-
-def test_a_kill_leaves_nothing_once_attached_and_the_next_start_removes_the_rest(
-    start_service: Callable[..., Service],
-) -> None:
-    service = start_service().wait_ready()
-    plane = service.attach(1, SHAPE)
-    service.until(lambda s: s.segments() == [])
-    service.open(2, SHAPE)
-    assert len(service.segments()) == 3
-    service.process.kill()
-    service.process.wait()
-    assert len(service.segments()) == 3
-    again = start_service().wait_ready()
-    assert again.segments() == []
-    plane.close()
-
-
-@pytest.mark.parametrize(
-    ("section", "message"),
-    [
-        ({"instruction_set": "neon"}, 'cpu_attn.instruction_set: instruction set "neon" does not run here'),
-        ({"kv_bytes": 0}, "cpu_attn.kv_bytes is 0"),
-        ({"segment_dir": "/nowhere"}, "cpu_attn.segment_dir: /nowhere is no directory"),
-    ],
-)
-def test_what_cannot_be_had_ends_the_start(tmp_path: Path, section: dict[str, object], message: str) -> None:
-    if section.get("instruction_set") in _attention.runnable_instruction_sets():
-        pytest.skip("this machine has it")
-    config = tmp_path / "config.toml"
-    config.write_text("[cpu_attn]\n" + "\n".join(f"{key} = {value!r}" for key, value in section.items()))
-    command = [sys.executable, "-m", "cpu_attn_svc", "--config", str(config)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ended.returncode == 2
-    assert message in ended.stderr

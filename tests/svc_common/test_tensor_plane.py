@@ -1,107 +1,23 @@
-"""Region and doorbells, with the other side in a process of its own wherever that process has to die."""
+"""Region and doorbells, both sides in this process."""
 
 import struct
-import subprocess
-import sys
-import tempfile
 import threading
-from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import zmq
+from support.plane import EPOCH, POOL_BYTES, SHAPE, attach
 
-from svc_common.tensor_plane import (
-    CpuSubBatch,
-    PeerLostError,
-    PlaneError,
-    PlaneTimeoutError,
-    RegionShape,
-    Report,
-    Segment,
-    TensorPlane,
-    remove_stale_segments,
-)
+from svc_common.tensor_plane import CpuSubBatch, PeerLostError, PlaneError, PlaneTimeoutError, Report, Segment
 from svc_common.tensor_plane.messages import WorkError, WorkReport, decode_descriptor, encode_report
-
-SHAPE = RegionShape(
-    num_layers=3,
-    num_q_heads=6,
-    num_kv_heads=2,
-    head_dim=40,
-    block_tokens=8,
-    kv_dtype="fp16",
-    exchange_dtype="fp32",
-    max_sequences=5,
-    softmax_scale=0.25,
-    sliding_window=0,
-)
-POOL_BYTES = 300_000
-EPOCH = 41
-
-# The other side: an owner that makes a segment, or an executor that attaches to one. Says so, then waits to be killed.
-PEER = """
-import sys, time
-from pathlib import Path
-from svc_common.tensor_plane import RegionShape, Segment, TensorPlane
-shape = RegionShape(**eval(sys.argv[2]))
-if sys.argv[1] == "owner":
-    held = Segment.create(Path(sys.argv[3]), int(sys.argv[4]), shape, int(sys.argv[5]))
-    print(held.path, held.endpoint, flush=True)
-else:
-    held = TensorPlane.attach(sys.argv[3], sys.argv[4], int(sys.argv[5]), shape)
-    print("attached", flush=True)
-time.sleep(600)
-"""
-
-
-@pytest.fixture
-def segment_dir() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="plane-") as directory:
-        yield Path(directory)
-
-
-@pytest.fixture
-def segment(segment_dir: Path) -> Iterator[Segment]:
-    segment = Segment.create(segment_dir, EPOCH, SHAPE, POOL_BYTES)
-    yield segment
-    segment.close()
-
-
-class Peer:
-    """A process that holds one side until it is killed."""
-
-    def __init__(self, role: str, *arguments: object) -> None:
-        command = [sys.executable, "-c", PEER, role, repr(asdict(SHAPE)), *map(str, arguments)]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None
-        self.first_line = self.process.stdout.readline().split()
-
-    def kill(self) -> None:
-        assert self.process.stdout is not None
-        self.process.kill()
-        self.process.wait()
-        self.process.stdout.close()
-
-
-@pytest.fixture
-def peers() -> Iterator[list[Peer]]:
-    started: list[Peer] = []
-    yield started
-    for peer in started:
-        peer.kill()
 
 
 def owner_socket(segment: Segment) -> "zmq.Socket[bytes]":
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
     socket.bind(segment.endpoint)
     return socket
-
-
-def attach(segment: Segment, epoch: int = EPOCH, shape: RegionShape = SHAPE) -> TensorPlane:
-    return TensorPlane.attach(segment.path, segment.endpoint, epoch, shape)
 
 
 def test_pool_takes_what_fits_and_the_rest_is_small(segment: Segment) -> None:
@@ -293,57 +209,3 @@ def test_owner_that_closes_ends_the_wait(segment: Segment) -> None:
     timer.join()
     assert not plane.peer_alive()
     plane.close()
-
-
-def test_killed_owner_is_noticed_within_a_second(segment_dir: Path, peers: list[Peer]) -> None:
-    peers.append(Peer("owner", segment_dir, EPOCH, POOL_BYTES))
-    path, endpoint = peers[0].first_line
-    plane = TensorPlane.attach(path, endpoint, EPOCH, SHAPE)
-    assert plane.peer_alive()
-    plane.begin(1, [CpuSubBatch(0, np.array([1], np.int32), np.array([[0]], np.int32))], 1)
-    plane.submit(0)
-    timer = threading.Timer(0.1, peers[0].kill)
-    timer.start()
-    # A timeout of a second, were it not noticed, would raise PlaneTimeoutError.
-    with pytest.raises(PeerLostError):
-        plane.wait(0, 0.1 + 1.0)
-    with pytest.raises(PeerLostError):
-        plane.finish(1.0)
-    assert not plane.peer_alive()
-    timer.join()
-    plane.close()
-
-
-def test_killed_executor_is_noticed(segment: Segment, peers: list[Peer]) -> None:
-    peers.append(Peer("executor", segment.path, segment.endpoint, EPOCH))
-    assert peers[0].first_line == ["attached"]
-    assert segment.region.is_attached
-    assert segment.region.peer_alive()
-    peers[0].kill()
-    assert not segment.region.peer_alive()
-
-
-def test_stale_segments_go_and_live_ones_stay(segment: Segment, segment_dir: Path, peers: list[Peer]) -> None:
-    peers.append(Peer("owner", segment_dir, EPOCH, POOL_BYTES))
-    dead = Path(peers[0].first_line[0]).parent
-    assert remove_stale_segments(segment_dir) == 0
-    peers[0].kill()
-    assert dead.is_dir()
-    unfinished = segment_dir / "neoflex-killed-early"
-    unfinished.mkdir()
-    foreign = segment_dir / "neoflex-notes"
-    foreign.mkdir()
-    (foreign / "text").touch()
-    (segment_dir / "neoflex-file").touch()
-    assert remove_stale_segments(segment_dir) == 2
-    left = {path.name for path in segment_dir.iterdir()}
-    assert left == {Path(segment.path).parent.name, "neoflex-notes", "neoflex-file"}
-    attach(segment).close()
-
-
-def test_attaching_to_a_dead_owners_region_is_refused(segment_dir: Path, peers: list[Peer]) -> None:
-    peers.append(Peer("owner", segment_dir, EPOCH, POOL_BYTES))
-    path, endpoint = peers[0].first_line
-    peers[0].kill()
-    with pytest.raises(PlaneError, match="is gone"):
-        TensorPlane.attach(path, endpoint, EPOCH, SHAPE)
