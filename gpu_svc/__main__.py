@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,6 +16,7 @@ from gpu_svc.model.load import load_weights
 from gpu_svc.servicer import ExecutorServicer
 from neoflex.v1 import executor_pb2, executor_pb2_grpc
 from svc_common.config import Config, load_from_argv
+from svc_common.cores import usable_cores
 from svc_common.grpc_server import GrpcServer, configure_logging, until_stop_signal
 from svc_common.model.spec import UnsupportedModelError
 from svc_common.model.store import ModelNotFoundError, resolve
@@ -46,9 +46,8 @@ def _num_threads(config: Config) -> int:
     """As configured; 0 leaves cpu_attn_svc its cores: one thread too many costs both services dearly."""
     if config.gpu.num_threads:
         return config.gpu.num_threads
-    usable = len(os.sched_getaffinity(0))
     taken = config.cpu_attn.num_threads if config.cpu_attn.kv_bytes else 0
-    return max(1, usable - taken)
+    return max(1, usable_cores() - taken)
 
 
 def _device(config: Config) -> torch.device:

@@ -1,0 +1,125 @@
+"""The torch backend against attention written out in float64, over shuffled blocks."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gpu_svc.attention import TorchAttention
+from gpu_svc.attention.torch_backend import _cut
+from svc_common.model.spec import ModelSpec, RopeSpec
+
+HEAD_DIM = 16
+CPU = torch.device("cpu")
+
+
+def spec(num_q_heads: int, num_kv_heads: int, window: int | None = None) -> ModelSpec:
+    return ModelSpec(
+        "llama",
+        2,
+        64,
+        96,
+        num_q_heads,
+        num_kv_heads,
+        HEAD_DIM,
+        100,
+        4096,
+        1e-5,
+        RopeSpec(1e4, HEAD_DIM),
+        True,
+        (2,),
+        "fp32",
+        sliding_window=window,
+    )
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, window: int | None) -> Tensor:
+    """q [n, num_q_heads, d] at `positions`; k, v [tokens, num_kv_heads, d]."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (part.double().repeat_interleave(group, 1) for part in (k, v))
+    distance = positions[:, None] - torch.arange(len(k))
+    unseen = (distance < 0) | (distance >= (window or len(k) + 1))
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) / HEAD_DIM**0.5
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(unseen, float("-inf")).softmax(-1), v)
+
+
+def fill(lengths: list[int], num_kv_heads: int, block_tokens: int) -> tuple[Tensor, np.ndarray, list[Tensor]]:
+    """One layer of a cache, block tables, and each sequence's [2, tokens, num_kv_heads, d]."""
+    widths = [-(-length // block_tokens) for length in lengths]
+    order = iter(np.random.default_rng(0).permutation(sum(widths)).tolist())
+    blocks = torch.full((sum(widths), 2, num_kv_heads, block_tokens, HEAD_DIM), 1e4)  # Unused tails hold nonsense.
+    tables = np.zeros((len(lengths), max(widths)), np.int32)
+    sequences = []
+    for row, (length, width) in enumerate(zip(lengths, widths, strict=True)):
+        kv = torch.randn(2, length, num_kv_heads, HEAD_DIM)
+        sequences.append(kv)
+        for column in range(width):
+            tables[row, column] = block = next(order)
+            part = kv[:, column * block_tokens : (column + 1) * block_tokens]
+            blocks[block, :, :, : part.shape[1]] = part.transpose(1, 2)
+    return blocks, tables, sequences
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 90), min_size=1, max_size=12),
+    heads=st.sampled_from([(1, 1), (4, 4), (6, 2), (9, 3), (16, 1)]),
+    block_tokens=st.sampled_from([1, 4, 16]),
+    window=st.sampled_from([None, 1, 7, 64]),
+)
+def test_decode(lengths: list[int], heads: tuple[int, int], block_tokens: int, window: int | None) -> None:
+    torch.manual_seed(0)
+    num_q_heads, num_kv_heads = heads
+    blocks, tables, sequences = fill(lengths, num_kv_heads, block_tokens)
+    q = torch.randn(len(lengths), num_q_heads, HEAD_DIM)
+    out = torch.full_like(q, float("nan"))
+    backend = TorchAttention(spec(num_q_heads, num_kv_heads, window), block_tokens, torch.float32, CPU)
+    backend.decode(np.array(lengths), tables).run(q, blocks, out)
+    for i, (k, v) in enumerate(sequences):
+        expected = plain(q[i : i + 1], k, v, torch.tensor([lengths[i] - 1]), window)
+        torch.testing.assert_close(out[i : i + 1].double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    start=st.integers(0, 70),
+    num_tokens=st.integers(1, 40),
+    heads=st.sampled_from([(4, 4), (6, 2), (9, 3)]),
+    block_tokens=st.sampled_from([1, 4, 16]),
+    window=st.sampled_from([None, 1, 7, 64]),
+)
+def test_prefill(start: int, num_tokens: int, heads: tuple[int, int], block_tokens: int, window: int | None) -> None:
+    torch.manual_seed(0)
+    num_q_heads, num_kv_heads = heads
+    end = start + num_tokens
+    blocks, tables, (kv,) = fill([end], num_kv_heads, block_tokens)
+    q = torch.randn(num_tokens, num_q_heads, HEAD_DIM)
+    paged, dense = torch.full_like(q, float("nan")), torch.full_like(q, float("nan"))
+    backend = TorchAttention(spec(num_q_heads, num_kv_heads, window), block_tokens, torch.float32, CPU)
+    attention = backend.prefill(start, num_tokens, tables[0])
+    attention.run_paged(q, blocks, paged)
+    attention.run_dense(q, kv[:, attention.first_token :].transpose(1, 2), dense)
+    expected = plain(q, *kv, torch.arange(start, end), window)
+    torch.testing.assert_close(paged.double(), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(dense.double(), expected, rtol=1e-4, atol=1e-5)
+    assert attention.first_token % block_tokens == 0
+    assert window is None or start - attention.first_token < window + block_tokens
+
+
+@pytest.mark.parametrize(
+    ("lengths", "max_blocks", "expected"),
+    [
+        ([], 100, []),
+        ([5, 5, 5], 100, [(0, 3)]),
+        ([5, 5, 5], 10, [(0, 2), (2, 3)]),
+        ([50, 5, 5], 100, [(0, 1), (1, 3)]),
+        ([10, 9, 8, 1], 100, [(0, 3), (3, 4)]),
+        ([500], 100, [(0, 1)]),
+    ],
+)
+def test_groups_are_bounded_and_little_padded(
+    lengths: list[int], max_blocks: int, expected: list[tuple[int, int]]
+) -> None:
+    assert _cut(np.array(lengths, np.int64), max_blocks) == expected
