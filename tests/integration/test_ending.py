@@ -46,7 +46,7 @@ def test_cancelling_frees_blocks_in_all_three_processes(start, prompts):
         async with AsyncClient(stack.address) as client:
 
             async def read_three(prompt):
-                stream = client.stream(token_ids=prompt, max_tokens=2000, ignore_eos=True)
+                stream = client.stream(token_ids=prompt, max_tokens=1000, ignore_eos=True)
                 seen = 0
                 async for delta in stream:
                     seen += len(delta.token_ids)
@@ -64,7 +64,7 @@ def test_cancelling_frees_blocks_in_all_three_processes(start, prompts):
 def test_a_deadline_frees_blocks(start, prompts):
     stack = start(**MIXED)
     with Client(stack.address) as client, pytest.raises(NeoflexError) as caught:
-        client.generate(token_ids=prompts[0], max_tokens=5000, ignore_eos=True, timeout=1.5)
+        client.generate(token_ids=prompts[0], max_tokens=2000, ignore_eos=True, timeout=1.5)
     assert caught.value.code == "DEADLINE_EXCEEDED"
     assert iterations_until_free(stack) <= 3
 
@@ -110,7 +110,7 @@ def test_killing_cpu_attention_ends_its_streams_clearly(start, prompts, tmp_path
 
             async def read(prompt):
                 try:
-                    async for _ in client.stream(token_ids=prompt, max_tokens=2000, ignore_eos=True):
+                    async for _ in client.stream(token_ids=prompt, max_tokens=1000, ignore_eos=True):
                         started.set()
                 except NeoflexError as error:
                     outcomes.append((error.code, time.monotonic()))
