@@ -13,12 +13,12 @@ from planner_svc.scheduler import AdmissionError, Capacity, Scheduler, SequenceR
 
 CAPACITIES = st.builds(
     Capacity,
-    gpu_blocks=st.integers(0, 8),
-    host_blocks=st.integers(0, 10),
-    block_tokens=st.integers(1, 4),
-    max_sequences=st.integers(1, 6),
-    max_batch_tokens=st.integers(1, 12),
-    max_sequence_tokens=st.integers(8, 40),
+    gpu_blocks=st.sampled_from([0, 3, 7, 8, 9, 10, 12, 16]),
+    host_blocks=st.sampled_from([0, 3, 7, 8, 9, 10, 12, 16]),
+    block_tokens=st.sampled_from([1, 2, 3]),
+    max_sequences=st.sampled_from([8, 5, 2, 1]),
+    max_batch_tokens=st.sampled_from([24, 12, 8, 3, 1]),
+    max_sequence_tokens=st.sampled_from([30, 12]),
     block_bytes=st.just(1024),
 )
 ESTIMATORS = st.sampled_from(
@@ -30,17 +30,25 @@ ESTIMATORS = st.sampled_from(
         make_estimator(cpu_token_s=0.0, linear_floor_s=0.0, linear_token_s=0.0),  # nothing costs anything
     ]
 )
-PROMPTS = st.lists(st.integers(0, NUM_TOKEN_IDS - 1), min_size=1, max_size=14).map(tuple)
+TOKENS = st.integers(0, NUM_TOKEN_IDS - 1)
+REQUESTS = st.builds(
+    SequenceRequest,
+    prompt=st.tuples(TOKENS, st.sampled_from([0, 1, 2, 3, 4, 5, 6, 8])).map(lambda draw: (draw[0],) * (draw[1] + 1)),
+    max_new_tokens=st.sampled_from([1, 2, 3, 5, 6, 7, 8, 9, 12]),
+    sampling=st.sampled_from([Sampling(), Sampling(num_logprobs=0)]),
+    end_token_ids=st.sampled_from([frozenset(), frozenset(), frozenset({3, 11})]),
+)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         capacity=CAPACITIES,
         estimator=ESTIMATORS,
-        policy=st.sampled_from(["auto", "gpu_only", "asymmetric"]),
-        max_waiting=st.integers(1, 12),
+        policy=st.sampled_from(["auto", "asymmetric", "gpu_only"]),
+        max_waiting=st.sampled_from([20, 5]),
+        requests=st.lists(REQUESTS, min_size=5, max_size=9),
     )
-    def start(self, capacity, estimator, policy, max_waiting):
+    def start(self, capacity, estimator, policy, max_waiting, requests):
         self.capacity, self.policy, self.epoch = capacity, policy, 1
         self.scheduler = Scheduler(capacity, estimator, policy, max_waiting)
         self.executor = FakeExecutor(capacity, policy=policy)
@@ -50,26 +58,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.streams: dict[int, list[int]] = {}
         self.open: set[int] = set()
         self.now = 0.0
+        self.add(requests)
 
     # --- what may happen
 
-    @rule(
-        prompt=PROMPTS,
-        max_new_tokens=st.integers(1, 10),
-        end_token_ids=st.frozensets(st.integers(0, NUM_TOKEN_IDS - 1), max_size=2),
-        num_logprobs=st.sampled_from([-1, 0]),
-    )
-    def add(self, prompt, max_new_tokens, end_token_ids, num_logprobs):
-        request = SequenceRequest(prompt, max_new_tokens, Sampling(num_logprobs=num_logprobs), end_token_ids)
-        waiting = self.scheduler.num_waiting
-        try:
-            sequence_id = self.scheduler.add(request, self.now)
-        except AdmissionError:
-            assert self.scheduler.num_waiting == waiting
-            return
-        self.open.add(sequence_id)
-        self.expected[sequence_id] = expected_tokens(prompt, max_new_tokens, end_token_ids)
-        self.streams[sequence_id] = []
+    @rule(requests=st.lists(REQUESTS, min_size=1, max_size=4))
+    def add(self, requests):
+        for request in requests:
+            waiting = self.scheduler.num_waiting
+            try:
+                sequence_id = self.scheduler.add(request, self.now)
+            except AdmissionError:
+                assert self.scheduler.num_waiting == waiting
+                continue
+            self.open.add(sequence_id)
+            self.expected[sequence_id] = expected_tokens(request.prompt, request.max_new_tokens, request.end_token_ids)
+            self.streams[sequence_id] = []
 
     @rule()
     def plan(self):
@@ -99,7 +103,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             if event.finish:
                 self.open.remove(event.sequence_id)
 
-    @precondition(lambda self: self.open)
+    @rule(num_iterations=st.sampled_from([3, 7, 15]), ahead=st.booleans())
+    def advance(self, num_iterations, ahead):
+        for _ in range(num_iterations):
+            self.plan()
+            if ahead:
+                self.plan()
+            if self.unapplied:
+                self.apply(1_000_000)
+
+    @precondition(lambda self: len(self.open) > 2)
     @rule(data=st.data())
     def cancel(self, data):
         sequence_id = data.draw(st.sampled_from(sorted(self.open)))
@@ -107,7 +120,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.finish(sequence_id)
         self.open.remove(sequence_id)
 
-    @precondition(lambda self: self.epoch < 4)
+    @precondition(lambda self: self.executor.num_iterations > 10)
     @rule(data=st.data(), lose_host=st.booleans(), estimator=ESTIMATORS, same_capacity=st.booleans())
     def reset(self, data, lose_host, estimator, same_capacity):
         if not same_capacity:
@@ -173,6 +186,6 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(
-    max_examples=150, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=250, stateful_step_count=20, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 TestSchedulerMachine = pytest.mark.timeout(120)(TestSchedulerMachine)

@@ -258,8 +258,10 @@ class Loop:
         max_waiting: int = 1000,
     ) -> None:
         self.capacity, self.policy = capacity, policy
-        self.scheduler = Scheduler(capacity, estimator or make_estimator(), policy, max_waiting)
+        self.estimator = estimator or make_estimator()
+        self.scheduler = Scheduler(capacity, self.estimator, policy, max_waiting)
         self.executor = FakeExecutor(capacity, policy=policy)
+        self.num_requests = 0
         self.plans: list[IterationPlan] = []
         self.unapplied: deque[IterationPlan] = deque()
         self.requests: dict[int, SequenceRequest] = {}
@@ -267,8 +269,9 @@ class Loop:
         self.finishes: dict[int, str] = {}
 
     def add(self, num_prompt_tokens: int, max_new_tokens: int, end_token_ids: frozenset[int] = frozenset()) -> int:
-        """A request whose prompt differs from all others'."""
-        number = len(self.requests) + 1
+        """A request whose prompt differs from its neighbours'."""
+        self.num_requests += 1
+        number = self.num_requests
         prompt = tuple((number * 7 + place) % NUM_TOKEN_IDS for place in range(num_prompt_tokens))
         request = SequenceRequest(prompt, max_new_tokens, Sampling(seed=number), end_token_ids)
         sequence_id = self.scheduler.add(request, now=0.0)
@@ -292,6 +295,19 @@ class Loop:
             if event.finish:
                 self.finishes[event.sequence_id] = event.finish
         return events
+
+    def cancel(self, sequence_id: int) -> None:
+        """The caller leaves; what is in flight must not reach it."""
+        self.scheduler.finish(sequence_id)
+        del self.requests[sequence_id], self.streams[sequence_id]
+
+    def reset(self, lose_host: bool) -> None:
+        """A new executor of the same size; those lost are forgotten."""
+        epoch = self.executor.epoch + 1
+        for sequence_id in self.scheduler.reset(self.capacity, self.estimator, epoch, lose_host):
+            del self.requests[sequence_id], self.streams[sequence_id]
+        self.unapplied.clear()
+        self.executor = FakeExecutor(self.capacity, epoch, self.policy)
 
     def step(self) -> IterationPlan:
         """One plan, run and applied before the next."""
