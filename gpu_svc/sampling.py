@@ -14,7 +14,9 @@ from torch import Tensor
 
 from gpu_svc.philox import uniforms
 
-_NUCLEUS_WIDTH = 1024  # Most nuclei are far smaller; a full sort of the vocabulary costs more than a layer.
+_RUN_TOKENS = 256
+# Most nuclei are small; a sort of the whole vocabulary, tried last, costs as much as many layers.
+_SEARCH_WIDTHS = (128, 4096)
 
 
 class NonFiniteLogitsError(Exception):
@@ -57,20 +59,41 @@ def sample(logits: Tensor, rows: SamplingRows) -> tuple[NDArray[np.int64], tuple
 
 
 def _draw(logits: Tensor, maxima: Tensor, rows: SamplingRows, drawn: NDArray[np.int64]) -> NDArray[np.int64]:
-    device = logits.device
+    """Tokens of the rows `drawn`."""
+    device, vocab_size = logits.device, logits.shape[1]
     index = torch.from_numpy(drawn).to(device)
     temperature = torch.from_numpy(rows.temperature[drawn]).to(device)
-    scaled = (logits[index] - maxima[index, None]) / temperature[:, None]  # At most 0.
-    weights = torch.exp(scaled, out=torch.empty_like(scaled)).masked_fill_(
-        scaled < _thresholds(scaled, rows, drawn)[:, None], 0.0
-    )
-    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
-    total = cumulative[:, -1]
-    points = torch.from_numpy(uniforms(rows.seed[drawn], rows.draw[drawn])).to(device) * total
-    # Rounding may lift a point to the total itself, beyond the last token.
-    points = torch.minimum(points, torch.nextafter(total, torch.zeros_like(total)))
-    found: NDArray[np.int64] = torch.searchsorted(cumulative, points[:, None], right=True)[:, 0].cpu().numpy()
+    scaled = logits[index].sub_(maxima[index, None]).div_(temperature[:, None])  # At most 0.
+    weights = torch.zeros((len(drawn), -(-vocab_size // _RUN_TOKENS) * _RUN_TOKENS), device=device)
+    torch.exp(scaled, out=weights[:, :vocab_size])
+    thresholds = _thresholds(scaled, rows, drawn)
+    if bool((thresholds > float("-inf")).any()):
+        weights[:, :vocab_size].masked_fill_(scaled < thresholds[:, None], 0.0)
+    points = torch.from_numpy(uniforms(rows.seed[drawn], rows.draw[drawn])).to(device)
+    found: NDArray[np.int64] = _invert(weights.view(len(drawn), -1, _RUN_TOKENS), points).cpu().numpy()
     return found
+
+
+def _invert(weights: Tensor, points: Tensor) -> Tensor:
+    """weights [n, num_runs, _RUN_TOKENS], points [n] in [0, 1), fp64 -> tokens [n]: the inverse of the distribution.
+
+    First the run of tokens, then the token in it: a running sum over the whole vocabulary costs far more.
+    """
+    masses = weights.sum(dim=-1).to(torch.float64)
+    cumulative = masses.cumsum(dim=-1)
+    points = points * cumulative[:, -1]
+    run = _first_above(cumulative, points)[:, None]
+    before = (cumulative.gather(1, run) - masses.gather(1, run))[:, 0]
+    inner = weights.gather(1, run[:, :, None].expand(-1, -1, _RUN_TOKENS))[:, 0].to(torch.float64).cumsum(dim=-1)
+    return run[:, 0] * _RUN_TOKENS + _first_above(inner, (points - before).clamp_(min=0.0))
+
+
+def _first_above(cumulative: Tensor, points: Tensor) -> Tensor:
+    """[n]: the first place where cumulative [n, m] exceeds points [n]."""
+    total = cumulative[:, -1]
+    # Rounding may lift a point to the total itself, which nothing exceeds.
+    points = torch.minimum(points, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, points[:, None], right=True)[:, 0]
 
 
 def _thresholds(scaled: Tensor, rows: SamplingRows, drawn: NDArray[np.int64]) -> Tensor:
@@ -89,30 +112,35 @@ def _thresholds(scaled: Tensor, rows: SamplingRows, drawn: NDArray[np.int64]) ->
 def _top_thresholds(scaled: Tensor, top_k: NDArray[np.int32], top_p: NDArray[np.float64]) -> Tensor:
     """[n], fp32: the scaled logit of the last token that top-k and then top-p keep."""
     vocab_size = scaled.shape[1]
-    width = min(vocab_size, max(_NUCLEUS_WIDTH, int(top_k.max())))
-    found, complete = _search(scaled, top_k, top_p, width)
-    short = torch.nonzero(~complete).flatten()
-    if len(short):
-        picked = short.cpu().numpy()
-        found[short] = _search(scaled[short], top_k[picked], top_p[picked], vocab_size)[0]
+    masses = scaled.exp().sum(dim=-1).to(torch.float64)
+    found = torch.empty_like(scaled[:, 0])
+    left = np.arange(len(scaled))
+    for width in (*_SEARCH_WIDTHS, vocab_size):
+        index = torch.from_numpy(left).to(scaled.device)
+        width = min(vocab_size, max(width, int(top_k[left].max())))
+        found[index], complete = _search(scaled[index], masses[index], top_k[left], top_p[left], width)
+        left = left[~complete.cpu().numpy()]
+        if not len(left):
+            break
     return found
 
 
-def _search(scaled: Tensor, top_k: NDArray[np.int32], top_p: NDArray[np.float64], width: int) -> tuple[Tensor, Tensor]:
+def _search(
+    scaled: Tensor, masses: Tensor, top_k: NDArray[np.int32], top_p: NDArray[np.float64], width: int
+) -> tuple[Tensor, Tensor]:
     """Thresholds [n] from each row's `width` likeliest tokens, and whether those sufficed to tell."""
     device, vocab_size = scaled.device, scaled.shape[1]
     kept = torch.from_numpy(np.where(top_k > 0, np.minimum(top_k, vocab_size), vocab_size).astype(np.int64)).to(device)
     share = torch.from_numpy(top_p).to(device)
     ordered = torch.topk(scaled, width, dim=-1).values
-    ranks = torch.arange(width, device=device)
-    weights = ordered.to(torch.float64).exp_().masked_fill_(ranks >= kept[:, None], 0.0)
+    weights = ordered.to(torch.float64).exp_()
+    weights.masked_fill_(torch.arange(width, device=device) >= kept[:, None], 0.0)
     cumulative = weights.cumsum(dim=-1)
-    total = torch.where(kept <= width, cumulative[:, -1], scaled.to(torch.float64).exp_().sum(dim=-1))
-    nucleus = share * total
+    nucleus = share * torch.where(kept <= width, cumulative[:, -1], masses)
     # A token belongs to the nucleus while the mass before it falls short.
     num_kept = torch.minimum(((cumulative - weights) < nucleus[:, None]).sum(dim=-1), kept).clamp_(min=1)
-    complete = (kept <= width) | ((share < 1) & (cumulative[:, -1] >= nucleus))
-    return ordered.gather(1, num_kept.clamp(max=width)[:, None] - 1)[:, 0], complete
+    complete = (kept <= width) | (cumulative[:, -1] >= nucleus)
+    return ordered.gather(1, num_kept[:, None] - 1)[:, 0], complete
 
 
 def _logprobs(

@@ -104,8 +104,10 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             try:
                 async for request in request_iterator:
                     await pending.put(self._in_thread(partial(self._run, request.plan)))
-            finally:
+            except Exception:
                 await pending.put(None)
+                raise
+            await pending.put(None)
 
         reader = asyncio.create_task(take_plans())
         try:
