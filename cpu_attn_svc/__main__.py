@@ -4,12 +4,12 @@ import asyncio
 import logging
 import sys
 
-from cpu_attn_svc.cores import usable_cores
 from cpu_attn_svc.host import AttentionHost
 from cpu_attn_svc.servicer import CpuAttentionServicer
 from neoflex.v1 import cpu_attention_pb2, cpu_attention_pb2_grpc
 from svc_common import config as configuration
 from svc_common.config import ConfigError
+from svc_common.cores import usable_cores
 from svc_common.grpc_server import GrpcServer, configure_logging, until_stop_signal
 
 SERVICE = "cpu_attn_svc"

@@ -142,6 +142,12 @@ def test_many_cpu_decodes_pipeline_in_two_sub_batches():
     assert choose(make_tables(), num_gpu=4, num_host=4) == (Mode.ASYMMETRIC, 2, 2, 0)
 
 
+def test_cpu_decodes_alone_are_split():
+    """One batch: 1 + 2 ms; two: 1 + 1 ms, though the CPU is not always hidden."""
+    assert choose(make_tables(), num_gpu=0, num_host=4) == (Mode.ASYMMETRIC, 2, 2, 0)
+    assert choose(make_tables(cpu_token_s=1e-4), num_gpu=0, num_host=4) == (Mode.ASYMMETRIC, 2, 2, 0)
+
+
 def test_a_calibrated_estimate_changes_the_choice():
     calibration = Calibration()
     for _ in range(100):

@@ -65,6 +65,30 @@ def test_the_gpu_takes_prompts_while_the_host_is_full():
     loop.run_until_idle()
 
 
+@pytest.mark.parametrize(("gpu_blocks", "host_blocks"), [(40, 0), (0, 40)])
+def test_a_lone_prompt_may_fill_a_whole_tier(gpu_blocks, host_blocks):
+    loop = Loop(make_capacity(gpu_blocks, host_blocks))
+    loop.add(157, max_new_tokens=4)
+    loop.run_until_idle()
+    assert loop.finishes == {1: "length"}
+
+
+def test_one_swapped_out_and_evicted_again_in_the_same_plan_is_only_released():
+    loop = Loop(make_capacity(8, 11, block_tokens=1), "asymmetric")
+    loop.add(3, max_new_tokens=6)
+    loop.add(6, max_new_tokens=6)
+    loop.step()
+    loop.add(2, max_new_tokens=9)
+    loop.step()
+    loop.step()
+    assert [loop.executor.sequences[key].tier for key in (1, 2, 3)] == [Tier.GPU, Tier.HOST, Tier.GPU]
+    # The first takes the third's place on the GPU, the second then takes its place on the host.
+    plan = loop.step()
+    assert (plan.released, plan.swaps) == ((3,), ())
+    assert loop.scheduler.recomputations(3) == 1
+    loop.run_until_idle()
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_growth_beyond_both_pools_degrades_to_queueing(policy):
     loop = Loop(make_capacity(6, 8, max_sequences=50), policy, max_waiting=10_000)

@@ -130,6 +130,7 @@ class FakeExecutor:
         assert len(set(plan.released)) == len(plan.released)
         for sequence_id in plan.released:
             del self.sequences[sequence_id]
+        self._check_vacated_host_blocks(plan)
         for new in plan.new_sequences:
             assert new.sequence_id not in self.sequences
             assert new.token_ids
@@ -152,6 +153,19 @@ class FakeExecutor:
         for more in plan.new_blocks:
             assert more.blocks
             self.sequences[more.sequence_id].blocks += more.blocks
+
+    def _check_vacated_host_blocks(self, plan: IterationPlan) -> None:
+        """Those of swaps to the GPU are read after the host is written: no one may own them in the same plan."""
+        leaving = [swap.sequence_id for swap in plan.swaps if swap.target is Tier.GPU]
+        vacated = {block for sequence_id in leaving for block in self.sequences[sequence_id].blocks}
+        arriving = {swap.sequence_id for swap in plan.swaps if swap.target is Tier.HOST}
+        arriving |= {key for key, known in self.sequences.items() if known.tier is Tier.HOST and key not in leaving}
+        for new in plan.new_sequences:
+            assert new.tier is Tier.GPU or vacated.isdisjoint(new.blocks)
+        for swap in plan.swaps:
+            assert swap.target is Tier.GPU or vacated.isdisjoint(swap.blocks)
+        for more in plan.new_blocks:
+            assert more.sequence_id not in arriving or vacated.isdisjoint(more.blocks)
 
     def _move(self, sequence_id: int, target: Tier, blocks: list[int]) -> None:
         known = self.sequences[sequence_id]

@@ -1,7 +1,7 @@
 import os
 from pathlib import Path
 
-from cpu_attn_svc.cores import usable_cores
+from svc_common.cores import usable_cores
 
 AFFINITY = len(os.sched_getaffinity(0))
 
