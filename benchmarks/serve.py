@@ -151,14 +151,22 @@ def measure(args: argparse.Namespace) -> dict[int, dict[str, list[Round]]]:
     results: dict[int, dict[str, list[Round]]] = {}
     for concurrency in args.concurrency:
         prompts = torch.randint(100, spec.vocab_size, (concurrency, args.prompt_tokens), generator=generator).tolist()
-        kv_bytes = concurrency * (args.prompt_tokens + args.new_tokens + 16) * spec.kv_bytes_per_token(4)
+        kv_bytes = (
+            concurrency
+            * (args.prompt_tokens + args.new_tokens + 16)
+            * spec.kv_bytes_per_token(4 if args.dtype == "fp32" else 2)
+        )
         rounds: dict[str, list[Round]] = {system: [] for system in SYSTEMS}
-        for _ in range(args.rounds):
-            rounds["transformers"].append(transformers.run(prompts, args.new_tokens))
-            for system in SYSTEMS[1:]:
-                with stack(system, args.model, kv_bytes, args.dtype) as local:
-                    asyncio.run(drive(local, [prompt[:8] for prompt in prompts], 4))  # warm up
-                    rounds[system].append(asyncio.run(drive(local, prompts, args.new_tokens)))
+        with (
+            stack("gpu_only", args.model, kv_bytes, args.dtype) as gpu_only,
+            stack("asymmetric", args.model, kv_bytes, args.dtype) as asymmetric,
+        ):
+            for local in (gpu_only, asymmetric):  # warm up
+                asyncio.run(drive(local, [prompt[:8] for prompt in prompts], 4))
+            for _ in range(args.rounds):
+                rounds["transformers"].append(transformers.run(prompts, args.new_tokens))
+                rounds["gpu_only"].append(asyncio.run(drive(gpu_only, prompts, args.new_tokens)))
+                rounds["asymmetric"].append(asyncio.run(drive(asymmetric, prompts, args.new_tokens)))
         results[concurrency] = rounds
     return results
 
@@ -231,7 +239,9 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--dtype", default="fp32")
+    parser.add_argument(
+        "--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of the stacks; transformers computes in fp32"
+    )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     results = measure(args)
