@@ -1,5 +1,7 @@
 """What stops, crashes or starves NEO's published scheduler does not stop this one; and what users saw elsewhere."""
 
+from collections import Counter
+
 import pytest
 from support.planning import Loop, make_capacity, make_estimator
 
@@ -135,6 +137,16 @@ def test_none_is_passed_over_for_long_however_slow_the_cpu():
     assert loop.executor.cpu_decodes > 0
     assert worst_gap == MAX_PASSED_OVER + 1
     loop.run_until_idle()
+
+
+def test_a_slow_cpu_is_asked_once_in_a_while_only():
+    loop = Loop(make_capacity(40, 200, max_batch_tokens=64, max_sequences=64), "auto", SLOW_CPU, max_waiting=1000)
+    for _ in range(24):
+        loop.add(20, max_new_tokens=40)
+    plans = [loop.step() for _ in range(5 * (MAX_PASSED_OVER + 1))]
+    cpu_decodes = Counter(key for plan in plans for batch in plan.sub_batches for key in batch.cpu_decodes)
+    assert cpu_decodes
+    assert max(cpu_decodes.values()) <= 5
 
 
 def test_prompts_leave_the_token_budget_to_cpu_decodes():

@@ -270,11 +270,12 @@ class Loop:
         policy: ModePolicy = "auto",
         estimator: Estimator | None = None,
         max_waiting: int = 1000,
+        executor_type: type[FakeExecutor] = FakeExecutor,
     ) -> None:
         self.capacity, self.policy = capacity, policy
         self.estimator = estimator or make_estimator()
         self.scheduler = Scheduler(capacity, self.estimator, policy, max_waiting)
-        self.executor = FakeExecutor(capacity, policy=policy)
+        self.executor = executor_type(capacity, policy=policy)
         self.num_requests = 0
         self.plans: list[IterationPlan] = []
         self.unapplied: deque[IterationPlan] = deque()
@@ -321,7 +322,7 @@ class Loop:
         for sequence_id in self.scheduler.reset(self.capacity, self.estimator, epoch, lose_host):
             del self.requests[sequence_id], self.streams[sequence_id]
         self.unapplied.clear()
-        self.executor = FakeExecutor(self.capacity, epoch, self.policy)
+        self.executor = type(self.executor)(self.capacity, epoch, self.policy)
 
     def step(self) -> IterationPlan:
         """One plan, run and applied before the next."""
