@@ -96,7 +96,10 @@ class GgufCheckpoint:
 
     def read(self, name: str) -> Tensor:
         tensor = self._tensors[_gguf_name(name)]
-        values = np.array(gguf.quants.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
+        try:
+            values = np.array(gguf.quants.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
+        except NotImplementedError as error:
+            raise CheckpointError(f"{name} has type {tensor.tensor_type.name}, which is not supported") from error
         read = torch.from_numpy(values)
         if self._spec.architecture == "llama" and "self_attn.q_proj" in name:
             return _to_half_split(read, self._spec.num_q_heads)

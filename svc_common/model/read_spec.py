@@ -27,20 +27,23 @@ def read_spec(files: ModelFiles, reader: GGUFReader | None = None) -> ModelSpec:
 
     `reader`, from `open_gguf`, saves a caller that has one from parsing the file's vocabulary again.
     """
-    if files.gguf is not None:
-        return _from_gguf(reader or open_gguf(files.gguf))
+    origin = files.gguf.name if files.gguf is not None else "config.json"
     try:
+        if files.gguf is not None:
+            return _from_gguf(reader or open_gguf(files.gguf))
         return _from_hf(files.directory)
     except KeyError as error:
-        raise UnsupportedModelError(f"config.json lacks {error.args[0]}") from error
+        raise UnsupportedModelError(f"{origin} lacks {error.args[0]}") from error
+    except (AttributeError, ArithmeticError, IndexError, TypeError, ValueError) as error:
+        raise UnsupportedModelError(f"{origin} holds a value that cannot be used: {error}") from error
 
 
 def open_gguf(path: Path) -> GGUFReader:
     """Parses all but the tensors, which takes seconds. Raises UnsupportedModelError."""
     try:
         return GGUFReader(path)
-    except (OSError, ValueError) as error:
-        raise UnsupportedModelError(f"{path.name} cannot be read as GGUF: {error}") from error
+    except Exception as error:  # The reader trusts the file, and may stumble anywhere in a damaged one.
+        raise UnsupportedModelError(f"{path.name} cannot be read as GGUF, or was cut short: {error}") from error
 
 
 # --- Hugging Face
@@ -48,27 +51,29 @@ def open_gguf(path: Path) -> GGUFReader:
 
 def _from_hf(directory: Path) -> ModelSpec:
     config = _read_json(directory / "config.json")
-    architecture = (config.get("architectures") or [str(config.get("model_type", "none named"))])[0]
+    architectures = config.get("architectures") or [str(config.get("model_type", "none named"))]
+    architecture = architectures[0] if isinstance(architectures, list) else str(architectures)
     if architecture not in _HF_ARCHITECTURES:
         raise UnsupportedModelError(
             f"architecture {architecture} is not supported; supported: {', '.join(_HF_ARCHITECTURES)}"
         )
     _refuse_unsupported_hf_features(architecture, config)
-    num_q_heads = int(config["num_attention_heads"])
-    head_dim = int(config.get("head_dim") or config["hidden_size"] // num_q_heads)
+    num_q_heads = _count(config, "num_attention_heads")
+    hidden_size = _count(config, "hidden_size")
+    head_dim = int(config.get("head_dim") or hidden_size // num_q_heads)
     is_qwen2 = architecture == "Qwen2ForCausalLM"
     attention_bias = bool(config.get("attention_bias", False))
     return _checked(
         ModelSpec(
             architecture=architecture,
-            num_layers=int(config["num_hidden_layers"]),
-            hidden_size=int(config["hidden_size"]),
-            intermediate_size=int(config["intermediate_size"]),
+            num_layers=_count(config, "num_hidden_layers"),
+            hidden_size=hidden_size,
+            intermediate_size=_count(config, "intermediate_size"),
             num_q_heads=num_q_heads,
             num_kv_heads=int(config.get("num_key_value_heads") or num_q_heads),
             head_dim=head_dim,
-            vocab_size=int(config["vocab_size"]),
-            context_tokens=int(config["max_position_embeddings"]),
+            vocab_size=_count(config, "vocab_size"),
+            context_tokens=_count(config, "max_position_embeddings"),
             rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
             rope=_hf_rope(config, head_dim),
             tie_embeddings=bool(config.get("tie_word_embeddings", False)),
@@ -81,6 +86,14 @@ def _from_hf(directory: Path) -> ModelSpec:
             sliding_window=_hf_sliding_window(architecture, config),
         )
     )
+
+
+def _count(config: Mapping[str, Any], key: str) -> int:
+    """Raises KeyError where it is absent."""
+    value = config[key]
+    if not isinstance(value, int) or value < 1:
+        raise UnsupportedModelError(f"config.json: {key} must be a whole number of at least 1, is {value!r}")
+    return value
 
 
 def _refuse_unsupported_hf_features(architecture: str, config: Mapping[str, Any]) -> None:
@@ -165,7 +178,9 @@ def _hf_eos_token_ids(directory: Path, config: Mapping[str, Any]) -> tuple[int, 
     found: list[int] = []
     for source in sources:
         value = source.get("eos_token_id")
-        found += [value] if isinstance(value, int) else list(value or ())
+        found += value if isinstance(value, list) else [] if value is None else [value]
+    if wrong := [value for value in found if not isinstance(value, int)]:
+        raise UnsupportedModelError(f"eos_token_id must be a token id or a list of them, holds {wrong[0]!r}")
     return tuple(sorted(set(found)))
 
 
@@ -304,6 +319,17 @@ def llama3_divisors(rope: RopeSpec) -> np.ndarray:
 
 def _checked(spec: ModelSpec) -> ModelSpec:
     """What the decoder and the kernels rely on."""
+    counts = {
+        "layers": spec.num_layers,
+        "query heads": spec.num_q_heads,
+        "KV heads": spec.num_kv_heads,
+        "elements in a head": spec.head_dim,
+        "context tokens": spec.context_tokens,
+        "tokens in the sliding window": spec.sliding_window,
+    }
+    for what, count in counts.items():
+        if count is not None and count < 1:
+            raise UnsupportedModelError(f"{count} {what} make no model")
     if spec.num_q_heads % spec.num_kv_heads:
         raise UnsupportedModelError(f"{spec.num_q_heads} query heads are no multiple of {spec.num_kv_heads} KV heads")
     if spec.head_dim > 256:

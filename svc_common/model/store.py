@@ -153,8 +153,8 @@ def _check_shards(directory: Path, shards: list[str]) -> None:
     index = directory / "model.safetensors.index.json"
     if index.is_file():
         try:
-            wanted = set(json.loads(index.read_text())["weight_map"].values())
-        except (ValueError, KeyError, AttributeError) as error:
+            wanted = {str(name) for name in json.loads(index.read_text())["weight_map"].values()}
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ModelNotFoundError(f"{index} cannot be read: {error!r}") from error
         if missing := sorted(wanted - set(shards)):
             raise ModelNotFoundError(f"{directory} lacks {', '.join(missing)}")

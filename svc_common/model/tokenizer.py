@@ -114,16 +114,28 @@ class Tokenizer:
 
 
 def load_tokenizer(files: ModelFiles, cache_dir: Path | None = None) -> Tokenizer:
-    """Reads the tokenizer from the model's files; a GGUF file's is converted once and kept in the cache directory."""
-    from transformers import AutoTokenizer  # Takes seconds: only who needs a tokenizer pays.
+    """Reads the tokenizer from the model's files; a GGUF file's is converted once and kept in the cache directory.
 
+    Raises UnsupportedModelError.
+    """
     if files.gguf is None:
-        return Tokenizer(AutoTokenizer.from_pretrained(files.directory, local_files_only=True))
+        return Tokenizer(_read(files.directory))
     kept = (cache_dir or default_cache_dir()) / "tokenizers" / _fingerprint(files.gguf)
     if not kept.is_dir():
-        source = {"gguf_file": files.gguf.name, "local_files_only": True}
-        _keep(AutoTokenizer.from_pretrained(files.gguf.parent, **source), kept)
-    return Tokenizer(AutoTokenizer.from_pretrained(kept, local_files_only=True))
+        _keep(_read(files.gguf.parent, gguf_file=files.gguf.name), kept)
+    return Tokenizer(_read(kept))
+
+
+def _read(directory: Path, **source: str) -> Any:
+    """Raises UnsupportedModelError."""
+    from transformers import AutoTokenizer  # Takes seconds: only who needs a tokenizer pays.
+
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True, **source)
+    except Exception as error:  # transformers raises whatever it meets; its words fill many lines.
+        text = " ".join(str(error).split())
+        where = directory / source.get("gguf_file", "")
+        raise UnsupportedModelError(f"no tokenizer can be read from {where}: {type(error).__name__}: {text}") from error
 
 
 class IncrementalDecoder:

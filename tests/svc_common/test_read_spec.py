@@ -112,6 +112,19 @@ def test_biases_norms_and_windows_by_architecture(write: WriteConfig) -> None:
         ({"torch_dtype": "float8_e4m3fn"}, "weights of type float8_e4m3fn are not supported"),
         ({"num_key_value_heads": 3}, "8 query heads are no multiple of 3 KV heads"),
         ({"head_dim": 512}, "head dimension 512 is over 256"),
+        ({"head_dim": -8}, "-8 elements in a head make no model"),
+        ({"num_key_value_heads": -2}, "-2 KV heads make no model"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, "0 tokens in the sliding window"),
+        ({"architectures": "BloomForCausalLM"}, "architecture BloomForCausalLM is not supported"),
+        ({"hidden_size": None}, r"config\.json: hidden_size must be a whole number of at least 1, is None"),
+        ({"hidden_size": "many"}, "hidden_size must be a whole number of at least 1, is 'many'"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be a whole number of at least 1, is 0"),
+        ({"num_attention_heads": -4}, "num_attention_heads must be"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings must be"),
+        ({"eos_token_id": [2, "end"]}, "eos_token_id must be a token id or a list of them, holds 'end'"),
+        ({"rope_parameters": [1]}, r"config\.json holds a value that cannot be used"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "x"}}, r"config\.json holds a value that cannot be used"),
+        ({"rope_scaling": {"rope_type": "linear"}}, r"config\.json lacks factor"),
         (
             {
                 "architectures": ["Qwen2ForCausalLM"],
@@ -234,3 +247,18 @@ def test_gguf_refusals(tmp_path: Path) -> None:
         read_spec(write_gguf(tmp_path / "b.gguf", "llama", TENSORS, expert_count=8))
     with pytest.raises(UnsupportedModelError, match=r"lacks token_embd.weight"):
         read_spec(write_gguf(tmp_path / "c.gguf", "llama", {}))
+    with pytest.raises(UnsupportedModelError, match="0 layers make no model"):
+        read_spec(write_gguf(tmp_path / "d.gguf", "llama", TENSORS, block_count=0))
+    with pytest.raises(UnsupportedModelError, match=r"e\.gguf holds a value that cannot be used"):
+        read_spec(write_gguf(tmp_path / "e.gguf", "llama", TENSORS, **{"attention.head_count": 0}))
+
+
+def test_a_gguf_cut_short_anywhere_is_refused(tmp_path: Path) -> None:
+    whole = write_gguf(tmp_path / "whole.gguf", "llama", TENSORS)
+    assert whole.gguf is not None
+    data = whole.gguf.read_bytes()
+    cut = tmp_path / "cut.gguf"
+    for num_bytes in (*range(4, 1024, 4), len(data) // 2, len(data) - 64):
+        cut.write_bytes(data[:num_bytes])
+        with pytest.raises(UnsupportedModelError, match=r"cut\.gguf cannot be read as GGUF"):
+            read_spec(ModelFiles("cut", tmp_path, cut))

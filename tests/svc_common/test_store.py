@@ -183,6 +183,15 @@ def test_a_sharded_directory_needs_every_shard(tmp_path: Path) -> None:
     assert resolve(str(tmp_path)) == ModelFiles(tmp_path.name, tmp_path)
 
 
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 3}}'])
+def test_a_broken_index_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model-1.safetensors").touch()
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ModelNotFoundError, match=r"index\.json cannot be read|lacks 3"):
+        resolve(str(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("source", "text"),
     [

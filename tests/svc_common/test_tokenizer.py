@@ -108,6 +108,16 @@ def test_a_directory_is_loaded_as_it_is(tmp_path: Path) -> None:
     assert not (tmp_path / "unused").exists()
 
 
+@pytest.mark.parametrize("text", [None, "{", "[]", "not JSON\nat all"])
+def test_a_missing_or_broken_tokenizer_is_said_in_one_line(text: str | None, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    if text is not None:
+        (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(UnsupportedModelError, match=f"no tokenizer can be read from {tmp_path}") as caught:
+        load_tokenizer(ModelFiles("none", tmp_path))
+    assert "\n" not in str(caught.value)
+
+
 def test_training_leftovers_do_not_cut_prompts(tmp_path: Path) -> None:
     backend = tiny_tokenizers.byte_level()
     backend.backend_tokenizer.enable_truncation(max_length=2)
