@@ -152,7 +152,7 @@ def resolve_max_tokens(
 
     `room_tokens` is what the KV cache can hold of one sequence: a default never asks for more.
     """
-    field = prompt_field(prompt)
+    field = f"request.{prompt_field(prompt)}"
     if num_prompt_tokens == 0:
         raise invalid_argument(field, "must not be empty")
     limit = limits.max_sequence_tokens
@@ -171,14 +171,25 @@ def resolve_max_tokens(
 
 
 def prompt_field(prompt: Prompt) -> str:
-    """Name of the field that a generation's prompt came in."""
+    """Name of the field that a prompt came in."""
     match prompt:
         case TextPrompt():
-            return "request.text"
+            return "text"
         case TokenPrompt():
-            return "request.token_ids.ids"
+            return "token_ids.ids"
         case ChatPrompt():
-            return "request.chat.messages"
+            return "chat.messages"
+
+
+def check_vocabulary(field: str, token_ids: tuple[int, ...], limits: Limits) -> None:
+    """Raises ServiceError where the tokenizer knows a token that the model was never given an embedding for."""
+    beyond = next((token_id for token_id in token_ids if token_id >= limits.vocab_size), None)
+    if beyond is not None:
+        raise invalid_argument(
+            field,
+            f"holds token {beyond}, which this tokenizer adds to a model that has {limits.vocab_size} tokens",
+            "OUTSIDE_VOCABULARY",
+        )
 
 
 def too_long(field: str, num_tokens: int, limit: int) -> ServiceError:
@@ -242,8 +253,11 @@ def _check_stopping(options: pb.StoppingOptions, limits: Limits, bad: _Violation
     )
     if options.HasField("time_limit"):
         seconds = _seconds(options)
+        bad.require(seconds > 0, "request.stopping.time_limit", f"must be greater than 0, is {seconds:g} s")
         bad.require(
-            0 < seconds <= _MAX_TIME_LIMIT_S, "request.stopping.time_limit", f"must be greater than 0, is {seconds:g} s"
+            seconds <= _MAX_TIME_LIMIT_S,
+            "request.stopping.time_limit",
+            f"must be at most {_MAX_TIME_LIMIT_S} s, is {seconds:g} s",
         )
 
 

@@ -79,7 +79,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         prompt = requests.parse_tokenize(request, self._model.limits)
-        return pb.TokenizeResponse(token_ids=await self._tokens_of(prompt, "chat.messages"))
+        return pb.TokenizeResponse(token_ids=await self._tokens_of(prompt, prefix=""))
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         token_ids = requests.parse_detokenize(request, self._model.limits)
@@ -125,9 +125,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         try:
             prompt, options = requests.parse_generation(message, self._model.limits)
             self._engine.check_open(options.request_id)
-            tokens = await self._tokens_of(prompt, "request.chat.messages")
+            tokens = await self._tokens_of(prompt, prefix="request.")
             request = self._resolve(prompt, tokens, options, arrival_ns)
-            generation = self._engine.submit(request, requests.prompt_field(prompt))
+            generation = self._engine.submit(request, f"request.{requests.prompt_field(prompt)}")
         except ServiceError:
             self._engine.counters.refused_requests += 1
             raise
@@ -135,19 +135,24 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         context.add_done_callback(lambda _: self._engine.withdraw(generation))  # type: ignore[arg-type]  # stub: a class
         return generation
 
-    async def _tokens_of(self, prompt: Prompt, chat_field: str) -> tuple[int, ...]:
-        """Token ids of a prompt; text is tokenized on another thread, so that a long one holds up nobody."""
-        tokenizer = self._model.tokenizer
+    async def _tokens_of(self, prompt: Prompt, prefix: str) -> tuple[int, ...]:
+        """Token ids of a prompt; text is tokenized on another thread, so that a long one holds up nobody.
+
+        `prefix` is what stands before the prompt's field in the message.
+        """
+        tokenizer, field = self._model.tokenizer, prefix + requests.prompt_field(prompt)
         match prompt:
             case TextPrompt(text):
-                return tuple(await asyncio.to_thread(tokenizer.encode, text))
+                tokens = tuple(await asyncio.to_thread(tokenizer.encode, text))
             case ChatPrompt(turns):
                 try:
-                    return tuple(await asyncio.to_thread(tokenizer.encode_chat, turns))
+                    tokens = tuple(await asyncio.to_thread(tokenizer.encode_chat, turns))
                 except ChatTemplateError as error:
-                    raise invalid_argument(chat_field, str(error), "CHAT_TEMPLATE") from error
+                    raise invalid_argument(field, str(error), "CHAT_TEMPLATE") from error
             case _:
                 return prompt.token_ids
+        requests.check_vocabulary(field, tokens, self._model.limits)
+        return tokens
 
     def _resolve(
         self, prompt: Prompt, tokens: tuple[int, ...], options: GenerationOptions, arrival_ns: int

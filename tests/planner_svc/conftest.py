@@ -8,16 +8,21 @@ from support.fake_workers import FakeExecutor, FakeHost
 from support.planner_rig import MODEL, Rig, StartRig
 
 from planner_svc.server import PlannerServer
+from planner_svc.servicer import ServedModel
 from svc_common.config import parse
 
 
 @pytest.fixture
 async def start_rig() -> AsyncIterator[StartRig]:
-    """Called with an executor, a host or None, and values for the planner's section."""
+    """Called with an executor, a host or None, a model, and values for the planner's section."""
     rigs: list[Rig] = []
 
     async def start(
-        executor: FakeExecutor | None = None, host: FakeHost | None = None, ready: bool = True, **planner: object
+        executor: FakeExecutor | None = None,
+        host: FakeHost | None = None,
+        ready: bool = True,
+        model: ServedModel = MODEL,
+        **planner: object,
     ) -> Rig:
         executor = executor or FakeExecutor()
         executor.host = host
@@ -29,7 +34,7 @@ async def start_rig() -> AsyncIterator[StartRig]:
             },
             "test",
         )
-        server = PlannerServer(config, MODEL)
+        server = PlannerServer(config, model)
         await server.start()
         rig = Rig(server, executor, host, grpc.aio.insecure_channel(server.address))
         rigs.append(rig)

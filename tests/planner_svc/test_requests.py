@@ -88,6 +88,11 @@ BAD = {
     "stop tokens": (stop_tokens(*[1] * 65), "request.stopping.stop_token_ids", "must be at most 64 tokens, are 65"),
     "stop token": (stop_tokens(1, 100), "request.stopping.stop_token_ids[1]", "must be in [0, 100), is 100"),
     "time_limit zero": (time_limit(0), "request.stopping.time_limit", "must be greater than 0, is 0 s"),
+    "time_limit endless": (
+        time_limit(2**62),
+        "request.stopping.time_limit",
+        "must be at most 315576000000 s, is 4.61169e+18 s",
+    ),
     "time_limit negative": (
         time_limit(-1, -500_000_000),
         "request.stopping.time_limit",

@@ -1,6 +1,7 @@
 """What callers are told instead of an answer: codes, reasons and details, before a request costs anything."""
 
 import asyncio
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -8,6 +9,8 @@ from google.rpc import error_details_pb2
 from support.fake_workers import FakeExecutor, FakeHost
 from support.planner_rig import (
     CONTEXT_TOKENS,
+    MODEL,
+    TOKENIZER,
     StartRig,
     collect,
     detail,
@@ -16,6 +19,7 @@ from support.planner_rig import (
     request,
     streaming,
 )
+from support.tiny_tokenizers import TOOL
 
 from neoflex.v1 import inference_pb2 as pb
 
@@ -118,6 +122,26 @@ async def test_a_template_that_refuses(start_rig: StartRig) -> None:
     [violation] = detail(error, error_details_pb2.BadRequest).field_violations
     assert violation.field == "request.chat.messages"
     assert "unknown role robot" in violation.description
+
+
+@pytest.mark.parametrize("form", ["text", "chat.messages"])
+async def test_a_token_beyond_the_models_vocabulary(form: str, start_rig: StartRig) -> None:
+    small = replace(MODEL, limits=replace(MODEL.limits, vocab_size=TOKENIZER.vocab_size - 1))
+    rig = await start_rig(model=small)
+    message, tokenize = pb.GenerateRequest(), pb.TokenizeRequest()
+    if form == "text":
+        message.text = tokenize.text = f"ab {TOOL}"
+    else:
+        message.chat.messages.add(role="user", content=TOOL)
+        tokenize.chat.CopyFrom(message.chat)
+    for call, field in ((rig.stub.Generate(message), f"request.{form}"), (rig.stub.Tokenize(tokenize), form)):
+        code, reason, error = await refused(call)
+        assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "OUTSIDE_VOCABULARY")
+        [violation] = detail(error, error_details_pb2.BadRequest).field_violations
+        assert violation.field == field
+        assert f"token {TOKENIZER.vocab_size - 1}" in violation.description
+    assert rig.executor.plans == []
+    assert (await rig.stub.Generate(request("ab"))).usage.completion_tokens == 5
 
 
 async def test_while_loading_callers_are_told_to_come_back(start_rig: StartRig) -> None:
