@@ -10,7 +10,7 @@ from neoflex.v1 import cpu_attention_pb2, cpu_attention_pb2_grpc
 from svc_common import config as configuration
 from svc_common.config import ConfigError
 from svc_common.cores import usable_cores
-from svc_common.grpc_server import GrpcServer, configure_logging, until_stop_signal
+from svc_common.grpc_server import GrpcServer, ListenError, configure_logging, until_stop_signal
 
 SERVICE = "cpu_attn_svc"
 _STOP_GRACE_S = 1.0
@@ -38,7 +38,10 @@ def main() -> None:
     try:
         host = AttentionHost(config.cpu_attn, usable_cores())
         asyncio.run(serve(config.cpu_attn.listen, host))
-    except (ConfigError, RuntimeError) as error:
+    except ListenError as error:
+        print(f"{SERVICE}: cpu_attn.listen: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except ConfigError as error:
         print(f"{SERVICE}: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 

@@ -1,11 +1,15 @@
 """The host tier as the servicer sees it: at most one open region, and the threads that compute over it."""
 
 import logging
+import os
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 
 from cpu_attn_svc import _attention
 from cpu_attn_svc.session import RegionSession
 from svc_common.config import ConfigError, CpuAttnConfig
+from svc_common.memory import check_fits_memory, usable_memory_bytes
 from svc_common.tensor_plane import RegionShape, Segment, remove_stale_segments
 
 logger = logging.getLogger(__name__)
@@ -32,6 +36,22 @@ class HostStatus:
 NO_REGION = HostStatus(epoch=0, pool_bytes=0, num_blocks=0, blocks_used=0, iterations=0)
 
 
+def _check_segment_dir(directory: Path, kv_bytes: int) -> None:
+    """Raises ConfigError where no region of that size can ever lie there."""
+    if not directory.is_dir():
+        raise ConfigError(f"cpu_attn.segment_dir: {directory} is no directory")
+    try:
+        with tempfile.TemporaryDirectory(prefix=".neoflex-", dir=directory):
+            status = os.statvfs(directory)
+    except OSError as error:
+        raise ConfigError(f"cpu_attn.segment_dir: nothing can be made in {directory}: {error.strerror}") from error
+    total_bytes = status.f_frsize * status.f_blocks
+    if kv_bytes > total_bytes:
+        raise ConfigError(
+            f"cpu_attn.kv_bytes is {kv_bytes} bytes, cpu_attn.segment_dir {directory} holds {total_bytes} in all"
+        )
+
+
 class AttentionHost:
     """Calls that change it must not overlap; `status` may be asked for at any time."""
 
@@ -43,8 +63,8 @@ class AttentionHost:
             self.instruction_set = _attention.choose_instruction_set(config.instruction_set)
         except ValueError as error:
             raise ConfigError(f"cpu_attn.instruction_set: {error}") from error
-        if not config.segment_dir.is_dir():
-            raise ConfigError(f"cpu_attn.segment_dir: {config.segment_dir} is no directory")
+        _check_segment_dir(config.segment_dir, config.kv_bytes)
+        check_fits_memory("cpu_attn.kv_bytes", config.kv_bytes, usable_memory_bytes())
         self.max_threads = min(config.max_threads or usable_cores, usable_cores)
         """Never more than there are cores: one thread too many costs more than it brings."""
         if config.num_threads > self.max_threads:

@@ -15,9 +15,10 @@ from gpu_svc.model.decoder import Decoder
 from gpu_svc.model.load import load_weights
 from gpu_svc.servicer import ExecutorServicer
 from neoflex.v1 import executor_pb2, executor_pb2_grpc
-from svc_common.config import Config, load_from_argv
+from svc_common.config import Config, ConfigError, load_from_argv
 from svc_common.cores import usable_cores
-from svc_common.grpc_server import GrpcServer, configure_logging, until_stop_signal
+from svc_common.grpc_server import GrpcServer, ListenError, configure_logging, until_stop_signal
+from svc_common.memory import check_fits_memory, usable_memory_bytes
 from svc_common.model.spec import UnsupportedModelError
 from svc_common.model.store import ModelNotFoundError, resolve
 
@@ -32,10 +33,14 @@ def main() -> None:
     torch.set_num_threads(_num_threads(config))
     try:
         executor = _make_executor(config)
-    except (ModelNotFoundError, UnsupportedModelError, CheckpointError, DeviceUnavailableError) as error:
+    except (ConfigError, ModelNotFoundError, UnsupportedModelError, CheckpointError, DeviceUnavailableError) as error:
         logger.error("%s", error)
         sys.exit(1)
-    asyncio.run(_serve(config, executor))
+    try:
+        asyncio.run(_serve(config, executor))
+    except ListenError as error:
+        logger.error("gpu.listen: %s", error)
+        sys.exit(1)
 
 
 class DeviceUnavailableError(Exception):
@@ -57,6 +62,21 @@ def _device(config: Config) -> torch.device:
     return torch.device("cuda" if here and config.gpu.device != "cpu" else "cpu")
 
 
+def check_kv_sizes(config: Config, block_bytes: int, memory_bytes: int) -> None:
+    """Raises ConfigError where a tier was asked for that can't hold a single block, or more than the device has."""
+    for key, kv_bytes in (("gpu.kv_bytes", config.gpu.kv_bytes), ("cpu_attn.kv_bytes", config.cpu_attn.kv_bytes)):
+        if 0 < kv_bytes < block_bytes:
+            raise ConfigError(
+                f"{key} is {kv_bytes} bytes, a KV block of kv.block_tokens = {config.kv.block_tokens} tokens takes "
+                f"{block_bytes}: give it more, or 0 for none"
+            )
+    check_fits_memory("gpu.kv_bytes", config.gpu.kv_bytes, memory_bytes)
+
+
+def _memory_bytes(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else usable_memory_bytes()
+
+
 def _make_executor(config: Config) -> Executor:
     device = _device(config)
     files = resolve(config.model.source)
@@ -65,6 +85,7 @@ def _make_executor(config: Config) -> Executor:
     decoder = Decoder(spec, load_weights(checkpoint, spec, DTYPES[dtype], device))
     kv_dtype = DTYPES[dtype if config.kv.dtype == "auto" else config.kv.dtype]
     shape = KvShape.of(spec, config.kv.block_tokens, kv_dtype)
+    check_kv_sizes(config, shape.block_bytes, _memory_bytes(device))
     executor = Executor(decoder, shape, config.gpu.kv_bytes)
     logger.info(
         "%s (%s) on %s with %d threads: %s, KV %s; weights %d bytes; GPU KV %d blocks of %d bytes in %d",

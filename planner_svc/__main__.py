@@ -10,7 +10,7 @@ from planner_svc.server import PlannerServer
 from planner_svc.servicer import ServedModel
 from svc_common import config as configuration
 from svc_common.config import Config, ConfigError
-from svc_common.grpc_server import configure_logging, until_stop_signal
+from svc_common.grpc_server import ListenError, configure_logging, until_stop_signal
 from svc_common.model.read_spec import read_spec
 from svc_common.model.spec import ModelSpec, UnsupportedModelError
 from svc_common.model.store import ModelFiles, ModelNotFoundError, resolve
@@ -76,7 +76,10 @@ def main() -> None:
         files = resolve(config.model.source)
         model = describe(config, files, read_spec(files))
         asyncio.run(serve(config, model))
-    except (ConfigError, ModelNotFoundError, UnsupportedModelError, RuntimeError) as error:
+    except ListenError as error:
+        print(f"{SERVICE}: planner.listen: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except (ConfigError, ModelNotFoundError, UnsupportedModelError) as error:
         print(f"{SERVICE}: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 

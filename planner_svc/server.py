@@ -45,7 +45,7 @@ class PlannerServer:
         return self._server.address
 
     async def start(self) -> None:
-        """Listens. Raises RuntimeError where the address can't be had."""
+        """Listens. Raises ListenError."""
         await self._server.start()
         self._tasks = [asyncio.create_task(self._loop.run()), asyncio.create_task(self._publish_health())]
 

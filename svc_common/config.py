@@ -3,12 +3,22 @@
 Sizes accept units ("256MiB"). Unknown keys and values out of range are refused, naming the key.
 """
 
+import re
 import sys
 import tomllib
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 DType = Literal["fp32", "bf16", "fp16"]
 Mode = Literal["auto", "gpu_only", "asymmetric"]
@@ -16,6 +26,23 @@ Mode = Literal["auto", "gpu_only", "asymmetric"]
 
 class ConfigError(Exception):
     """The configuration cannot be used. The text names the key and the limit."""
+
+
+def _checked_address(listen: str) -> str:
+    match = re.fullmatch(r"(?:[^:]+|\[[0-9a-fA-F:.]+\]):(\d{1,5})", listen)
+    if not (re.fullmatch(r"unix:.+", listen) or (match and int(match[1]) <= 65535)):
+        raise ValueError(f'must be "host:port" or "unix:path", is {listen!r}')
+    return listen
+
+
+def _not_a_switch(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError(f"must be a number of bytes or a size such as '256MiB', is {value}")
+    return value
+
+
+Address = Annotated[str, AfterValidator(_checked_address)]
+Size = Annotated[ByteSize, BeforeValidator(_not_a_switch), Field(le=2**63 - 1)]
 
 
 class Section(BaseModel):
@@ -43,7 +70,7 @@ class KvConfig(Section):
 class PlannerConfig(Section):
     """planner_svc: the door, the queues and the scheduler."""
 
-    listen: str = "127.0.0.1:50051"
+    listen: Address = "127.0.0.1:50051"
     """Address of the public gRPC service; `host:port` or `unix:path`."""
     mode: Mode = "auto"
     """"gpu_only" and "asymmetric" force a mode; "auto" chooses each iteration by predicted throughput."""
@@ -60,13 +87,13 @@ class PlannerConfig(Section):
 class GpuConfig(Section):
     """gpu_svc: the device and what lies on it."""
 
-    listen: str = "127.0.0.1:50052"
+    listen: Address = "127.0.0.1:50052"
     """Address of the executor's gRPC service."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """"auto": cuda where there is one."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Type to compute in; "auto" measures at start-up."""
-    kv_bytes: ByteSize = ByteSize(512 * 2**20)
+    kv_bytes: Size = ByteSize(512 * 2**20)
     """Cap of the GPU KV cache. 0 keeps all KV on the host."""
     num_threads: Annotated[int, Field(ge=0)] = 0
     """Threads of torch on the CPU device; 0: the cores this process may use, less those of cpu_attn_svc."""
@@ -75,9 +102,9 @@ class GpuConfig(Section):
 class CpuAttnConfig(Section):
     """cpu_attn_svc: the host tier."""
 
-    listen: str = "127.0.0.1:50053"
+    listen: Address = "127.0.0.1:50053"
     """Address of the control gRPC service."""
-    kv_bytes: ByteSize = ByteSize(1024 * 2**20)
+    kv_bytes: Size = ByteSize(1024 * 2**20)
     """Size of the host KV pool. 0 runs without the service."""
     num_threads: Annotated[int, Field(ge=1)] = 1
     """Threads at start; changes live by RPC."""
@@ -104,6 +131,8 @@ class Config(Section):
             raise ValueError("gpu.kv_bytes and cpu_attn.kv_bytes are both 0: there is no place for KV")
         if self.planner.mode == "asymmetric" and self.cpu_attn.kv_bytes == 0:
             raise ValueError('planner.mode "asymmetric" needs cpu_attn.kv_bytes greater than 0')
+        if self.planner.mode == "gpu_only" and self.gpu.kv_bytes == 0:
+            raise ValueError('planner.mode "gpu_only" needs gpu.kv_bytes greater than 0')
         return self
 
 
@@ -114,7 +143,7 @@ def load(path: Path) -> Config:
             return parse(tomllib.load(file), str(path))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # Bytes that are no UTF-8 included.
         raise ConfigError(f"{path}: not TOML: {error}") from error
 
 

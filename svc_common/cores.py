@@ -3,11 +3,10 @@
 import os
 from pathlib import Path
 
-_CGROUP_ROOT = Path("/sys/fs/cgroup")
-_OWN_CGROUPS = Path("/proc/self/cgroup")
+from svc_common.cgroups import CGROUP_ROOT, OWN_CGROUPS, limiting_directories
 
 
-def usable_cores(cgroup_root: Path = _CGROUP_ROOT, own_cgroups: Path = _OWN_CGROUPS) -> int:
+def usable_cores(cgroup_root: Path = CGROUP_ROOT, own_cgroups: Path = OWN_CGROUPS) -> int:
     """At least 1. A fractional quota counts its started core."""
     cores = len(os.sched_getaffinity(0))
     quota = _quota_cores(cgroup_root, own_cgroups)
@@ -16,25 +15,8 @@ def usable_cores(cgroup_root: Path = _CGROUP_ROOT, own_cgroups: Path = _OWN_CGRO
 
 def _quota_cores(cgroup_root: Path, own_cgroups: Path) -> int | None:
     """The tightest quota on the way from the process's own cgroup up to the root; None: no limit."""
-    quotas = [_read_quota(directory) for directory in _cgroup_directories(cgroup_root, own_cgroups)]
+    quotas = [_read_quota(directory) for directory in limiting_directories("cpu", cgroup_root, own_cgroups)]
     return min((quota for quota in quotas if quota is not None), default=None)
-
-
-def _cgroup_directories(cgroup_root: Path, own_cgroups: Path) -> list[Path]:
-    directories = {cgroup_root, cgroup_root / "cpu"}
-    try:
-        lines = own_cgroups.read_text().splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        # hierarchy:controllers:path; version 2 has one line with no controllers.
-        _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        base = cgroup_root / "cpu" if controllers else cgroup_root
-        own = base / path.lstrip("/")
-        directories.update(parent for parent in (own, *own.parents) if parent.is_relative_to(base))
-    return sorted(directories)
 
 
 def _read_quota(directory: Path) -> int | None:

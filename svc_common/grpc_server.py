@@ -31,6 +31,10 @@ READINESS = "readiness"
 logger = logging.getLogger(__name__)
 
 
+class ListenError(Exception):
+    """An address can't be had: taken, not this machine's, or no name at all."""
+
+
 class GrpcServer:
     """A grpc.aio server with `grpc.health.v1` and reflection.
 
@@ -56,10 +60,11 @@ class GrpcServer:
         add_to_server(servicer, self._server)
 
     async def start(self) -> None:
-        """Listens; not ready yet. Raises RuntimeError where the address can't be had."""
-        port = self._server.add_insecure_port(self._listen)
-        if port == 0:
-            raise RuntimeError(f"cannot listen on {self._listen}")
+        """Listens; not ready yet. Raises ListenError."""
+        try:
+            port = self._server.add_insecure_port(self._listen)
+        except RuntimeError as error:
+            raise ListenError(f"cannot listen on {self._listen}") from error
         if not self._listen.startswith("unix:"):
             self.address = f"{self._listen.rpartition(':')[0]}:{port}"
         await self.set_ready(False)

@@ -126,6 +126,9 @@ def test_a_kill_leaves_nothing_once_attached_and_the_next_start_removes_the_rest
         ({"instruction_set": "neon"}, 'cpu_attn.instruction_set: instruction set "neon" does not run here'),
         ({"kv_bytes": 0}, "cpu_attn.kv_bytes is 0"),
         ({"segment_dir": "/nowhere"}, "cpu_attn.segment_dir: /nowhere is no directory"),
+        ({"segment_dir": "/proc/self"}, "cpu_attn.segment_dir: nothing can be made in /proc/self: "),
+        ({"kv_bytes": "8000TiB"}, "cpu_attn.kv_bytes is 8796093022208000 bytes, "),
+        ({"listen": "unix:/nowhere/s"}, "cpu_attn.listen: cannot listen on unix:/nowhere/s"),
     ],
 )
 def test_what_cannot_be_had_ends_the_start(tmp_path: Path, section: dict[str, object], message: str) -> None:

@@ -101,6 +101,7 @@ async def test_serves_and_drains_on_sigterm(model_dir: Path, tmp_path: Path, exe
     [
         ("[planner]\nmax_sequence_tokens = 65\n", "planner.max_sequence_tokens must be at most 64"),
         ("[planner]\nmode = 'fast'\n", "planner.mode"),
+        ("[planner]\nlisten = 'nobody'\n", "planner.listen"),
         ("", "no-such-model"),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from svc_common.grpc_server import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES, GrpcServer
+from svc_common.grpc_server import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES, GrpcServer, ListenError
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -113,5 +113,5 @@ async def test_a_unix_socket_serves_too(tmp_path: Path) -> None:
 
 
 async def test_an_address_in_use_is_said(server: GrpcServer) -> None:
-    with pytest.raises(RuntimeError, match=server.address):
+    with pytest.raises(ListenError, match=server.address):
         await GrpcServer(server.address, []).start()

@@ -1,0 +1,37 @@
+"""How much memory this process may use: that of the machine, or its cgroup's limit where that is less."""
+
+from pathlib import Path
+
+from svc_common.cgroups import CGROUP_ROOT, OWN_CGROUPS, limiting_directories
+from svc_common.config import ConfigError
+
+_MEMINFO = Path("/proc/meminfo")
+
+
+def usable_memory_bytes(
+    cgroup_root: Path = CGROUP_ROOT, own_cgroups: Path = OWN_CGROUPS, meminfo: Path = _MEMINFO
+) -> int:
+    """Bytes in all, used ones included."""
+    limits = [_limit_bytes(directory) for directory in limiting_directories("memory", cgroup_root, own_cgroups)]
+    return min([_machine_bytes(meminfo), *(limit for limit in limits if limit is not None)])
+
+
+def check_fits_memory(key: str, num_bytes: int, usable_bytes: int) -> None:
+    """Raises ConfigError where a configured size can never be had, before anything is reserved for it."""
+    if num_bytes > usable_bytes:
+        raise ConfigError(f"{key} is {num_bytes} bytes, there are {usable_bytes} bytes of memory to use in all")
+
+
+def _machine_bytes(meminfo: Path) -> int:
+    total = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemTotal:"))
+    return int(total.split()[1]) * 1024
+
+
+def _limit_bytes(directory: Path) -> int | None:
+    """None: no limit."""
+    for name in ("memory.max", "memory.limit_in_bytes"):
+        try:
+            return int((directory / name).read_text())
+        except (OSError, ValueError):  # "max" is no number.
+            continue
+    return None

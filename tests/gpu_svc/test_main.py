@@ -1,0 +1,52 @@
+"""What the process refuses to start with."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.stacks import own_environment
+
+from gpu_svc.__main__ import check_kv_sizes
+from svc_common.config import ConfigError, parse
+from svc_common.model.store import ModelFiles
+
+BLOCK_BYTES = 1000
+MEMORY_BYTES = 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("gpu_kv_bytes", "host_kv_bytes", "complaint"),
+    [
+        (999, 0, "gpu.kv_bytes is 999 bytes, a KV block of kv.block_tokens = 16 tokens takes 1000"),
+        (1000, 999, "cpu_attn.kv_bytes is 999 bytes, a KV block"),
+        (1_000_001, 0, "gpu.kv_bytes is 1000001 bytes, there are 1000000 bytes of memory"),
+    ],
+)
+def test_a_tier_that_holds_no_block_or_exceeds_the_device(
+    gpu_kv_bytes: int, host_kv_bytes: int, complaint: str
+) -> None:
+    config = parse({"gpu": {"kv_bytes": gpu_kv_bytes}, "cpu_attn": {"kv_bytes": host_kv_bytes}}, "test")
+    with pytest.raises(ConfigError, match=re.escape(complaint)):
+        check_kv_sizes(config, BLOCK_BYTES, MEMORY_BYTES)
+
+
+@pytest.mark.parametrize(("gpu_kv_bytes", "host_kv_bytes"), [(0, 1000), (1000, 0), (1_000_000, 10**12)])
+def test_tiers_that_can_be_had(gpu_kv_bytes: int, host_kv_bytes: int) -> None:
+    config = parse({"gpu": {"kv_bytes": gpu_kv_bytes}, "cpu_attn": {"kv_bytes": host_kv_bytes}}, "test")
+    check_kv_sizes(config, BLOCK_BYTES, MEMORY_BYTES)
+
+
+def test_an_address_that_cannot_be_had_is_said(checkpoint: Callable[[str], ModelFiles], tmp_path: Path) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text(
+        f'[model]\nsource = "{checkpoint("llama").directory}"\n'
+        f'[gpu]\nlisten = "unix:{tmp_path}/none/s"\ndevice = "cpu"\ndtype = "fp32"\nkv_bytes = "1MiB"\n'
+    )
+    argv = [sys.executable, "-m", "gpu_svc", "--config", str(config)]
+    done = subprocess.run(argv, env=own_environment(), capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert f"gpu.listen: cannot listen on unix:{tmp_path}/none/s" in done.stderr
+    assert "Traceback" not in done.stderr

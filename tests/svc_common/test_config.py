@@ -1,0 +1,57 @@
+"""Each mistake in a configuration is refused in words that name its key."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from svc_common.config import Config, ConfigError, load, parse
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("values", "complaint"),
+    [
+        ({"bogus": {}}, "bogus: "),
+        ({"planner": {"bogus": 1}}, "planner.bogus: "),
+        ({"planner": 3}, "planner: "),
+        ({"planner": {"mode": "fast"}}, "planner.mode: "),
+        ({"planner": {"max_batch_tokens": 15}}, "planner.max_batch_tokens: "),
+        ({"kv": {"block_tokens": 0}}, "kv.block_tokens: "),
+        ({"kv": {"block_tokens": 257}}, "kv.block_tokens: "),
+        ({"gpu": {"kv_bytes": -5}}, "gpu.kv_bytes: "),
+        ({"gpu": {"kv_bytes": "12 foo"}}, "gpu.kv_bytes: "),
+        ({"gpu": {"kv_bytes": True}}, "gpu.kv_bytes: "),
+        ({"cpu_attn": {"kv_bytes": "99999999999TB"}}, "cpu_attn.kv_bytes: "),
+        ({"planner": {"listen": ""}}, "planner.listen: "),
+        ({"gpu": {"listen": "localhost"}}, "gpu.listen: "),
+        ({"gpu": {"listen": "unix:"}}, "gpu.listen: "),
+        ({"cpu_attn": {"listen": "127.0.0.1:65536"}}, "cpu_attn.listen: "),
+        ({"gpu": {"kv_bytes": 0}, "cpu_attn": {"kv_bytes": 0}}, "gpu.kv_bytes and cpu_attn.kv_bytes are both 0"),
+        ({"planner": {"mode": "asymmetric"}, "cpu_attn": {"kv_bytes": 0}}, '"asymmetric" needs cpu_attn.kv_bytes'),
+        ({"planner": {"mode": "gpu_only"}, "gpu": {"kv_bytes": 0}}, '"gpu_only" needs gpu.kv_bytes'),
+    ],
+)
+def test_mistakes(values: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(complaint)):
+        parse(values, "test")
+
+
+def test_sizes_and_addresses() -> None:
+    config = parse({"gpu": {"kv_bytes": "2GiB", "listen": "[::1]:1"}, "planner": {"listen": "unix:/tmp/s"}}, "test")
+    assert (config.gpu.kv_bytes, config.gpu.listen, config.planner.listen) == (2 * GIB, "[::1]:1", "unix:/tmp/s")
+    assert parse({"cpu_attn": {"kv_bytes": 0}, "planner": {"listen": "host:0"}}, "test").planner.listen == "host:0"
+
+
+@pytest.mark.parametrize("data", [b"[gpu\n", b"\xff\xfe[gpu]"])
+def test_a_file_that_is_no_toml(data: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    with pytest.raises(ConfigError, match=r"config\.toml: No such file"):
+        load(path)
+    path.write_bytes(data)
+    with pytest.raises(ConfigError, match=r"config\.toml: not TOML"):
+        load(path)
+    path.write_text("")
+    assert load(path) == Config()
