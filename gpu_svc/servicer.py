@@ -46,7 +46,12 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
                 raise failed_precondition(
                     "EPOCH_NOT_NEWER", f"epoch {request.epoch} does not follow {self._executor.last_epoch}"
                 )
-            return await self._open_epoch(request)
+            try:
+                return await self._open_epoch(request)
+            except Exception as error:  # No memory left, say, or weights that are no numbers: the planner is to say it.
+                logger.exception("epoch %d cannot be opened", request.epoch)
+                await self._in_thread(self._executor.close_epoch)
+                raise failed_precondition("EPOCH_FAILED", f"{type(error).__name__}: {error}") from error
 
     async def _open_epoch(self, request: pb.OpenEpochRequest) -> pb.OpenEpochResponse:
         executor = self._executor

@@ -1,7 +1,10 @@
 """ExecutorService over a real channel: epochs, plans in order, tables, errors; and the process as it is started."""
 
 import asyncio
+import math
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +18,7 @@ import grpc
 import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from safetensors.torch import load_file, save_file
 from support.gpu import BLOCK_TOKENS, load_decoder
 from support.reference import Reference, Verdict
 
@@ -188,6 +192,20 @@ async def test_bad_epochs_are_refused(checkpoint: GetFiles) -> None:
             await stub.OpenEpoch(open_epoch(5))
         assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
         assert refused.value.details() == "epoch 5 does not follow 5"
+
+
+async def test_an_epoch_that_cannot_be_opened_says_why(checkpoint: GetFiles, tmp_path: Path) -> None:
+    good = checkpoint("llama").directory
+    tensors = load_file(good / "model.safetensors")
+    save_file(tensors | {"model.norm.weight": tensors["model.norm.weight"] * math.nan}, tmp_path / "model.safetensors")
+    shutil.copy(good / "config.json", tmp_path)
+    async with serve(ModelFiles("nan", tmp_path)) as stub:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stub.OpenEpoch(open_epoch(1, profile=True))
+        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert re.search(r"^NonFiniteLogitsError: logits of rows \[.*\] are not finite$", refused.value.details() or "")
+        status = await stub.GetExecutorStatus(pb.GetExecutorStatusRequest())
+        assert (status.num_sequences, status.gpu_kv_bytes) == (0, 0)
 
 
 async def test_a_broken_stream_leaves_the_service_ready_for_a_new_planner(checkpoint: GetFiles) -> None:
