@@ -10,6 +10,8 @@ CHANNEL_OPTIONS = [
     # A host that vanished is noticed on a quiet stream, too.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.ping_timeout_ms", 20_000),
+    ("grpc.http2.max_pings_without_data", 0),  # No limit.
     # A server that starts up is found soon after it listens.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),

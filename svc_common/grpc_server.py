@@ -24,6 +24,12 @@ _OPTIONS = [
 CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # A process that is frozen breaks no connection. gRPC's own threads answer pings, so a busy one does answer.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    # Those that gRPC sends to size its windows; a keep-alive ping waits for their answer.
+    ("grpc.http2.ping_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),  # No limit: a long iteration is a quiet stream.
 ]
 LIVENESS = "liveness"
 READINESS = "readiness"

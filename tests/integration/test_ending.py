@@ -92,6 +92,28 @@ def test_bad_requests_are_refused_before_they_cost_anything(start, prompts):
     assert executor_status(stack).last_iteration == 0
 
 
+def test_a_frozen_executor_ends_its_streams_clearly(start, prompts):
+    """No connection breaks when a process is stopped, and its streams must not wait for it all the same."""
+    stack = start(**MIXED)
+    pid = stack.pids["gpu_svc"]
+    with Client(stack.address) as client:
+        stream = client.stream(token_ids=prompts[0], max_tokens=1000, ignore_eos=True)
+        next(stream)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(NeoflexError) as caught:
+                list(stream)
+            assert caught.value.code == "UNAVAILABLE"
+            with pytest.raises(NeoflexError) as caught:
+                client.generate(token_ids=prompts[0], max_tokens=1)
+            assert caught.value.code == "UNAVAILABLE"
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        stack.wait_ready(60)
+        assert len(client.generate(token_ids=prompts[0], max_tokens=8, ignore_eos=True).token_ids) == 8
+    iterations_until_free(stack)
+
+
 def segments(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
