@@ -132,6 +132,15 @@ class PlanStream:
         self._call.cancel()
 
 
+@dataclass(frozen=True, slots=True)
+class HostStatus:
+    """What the planner wants to know of cpu_attn_svc."""
+
+    region_epoch: int
+    """0 where it has no region."""
+    num_threads: int
+
+
 class HostClient:
     """Looks at cpu_attn_svc: is it there, and whose region does it hold. gpu_svc alone works with it."""
 
@@ -141,8 +150,8 @@ class HostClient:
             self._channel
         )
 
-    async def region_epoch(self) -> int | None:
-        """Epoch of its region, 0 where it has none; None where nobody listens.
+    async def status(self) -> HostStatus | None:
+        """What it says of itself; None where nobody listens.
 
         Raises TimeoutError where it is too slow to answer: busy, perhaps, and so not known to be lost.
         """
@@ -154,7 +163,7 @@ class HostClient:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise TimeoutError from error
             return None
-        return int(status.epoch)
+        return HostStatus(region_epoch=status.epoch, num_threads=status.num_threads)
 
     async def close(self) -> None:
         await self._channel.close(grace=None)

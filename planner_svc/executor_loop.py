@@ -17,6 +17,7 @@ from planner_svc.executor_client import (
     ExecutorClient,
     ExecutorLostError,
     HostClient,
+    HostStatus,
     Placement,
     PlanStream,
 )
@@ -232,17 +233,20 @@ class ExecutorLoop:
             await asyncio.sleep(_PROBE_EVERY_S)
             epoch = self._epoch
             with contextlib.suppress(TimeoutError):
-                region_epoch = await host.region_epoch()
+                status = await host.status()
                 if self._driving and self._epoch == epoch:
-                    self._compare(region_epoch)
+                    self._compare(status)
 
-    def _compare(self, region_epoch: int | None) -> None:
-        """`region_epoch` is what the service holds, None where nobody answers."""
+    def _compare(self, status: HostStatus | None) -> None:
+        """`status` is None where nobody answers."""
         assert self._capacity is not None
+        assert self.placement is not None
         if self._capacity.host_blocks > 0:
-            if region_epoch != self._epoch:
+            if status is None or status.region_epoch != self._epoch:
                 self._request_end(EpochEnd.HOST_LOST)
-        elif region_epoch is not None and time.monotonic() >= self._next_attach_s:
+            else:  # Its threads change by RPC, without a word to us.
+                self.placement = replace(self.placement, cpu_attention_threads=status.num_threads)
+        elif status is not None and time.monotonic() >= self._next_attach_s:
             self._request_end(EpochEnd.HOST_BACK)
 
     def _request_end(self, end: EpochEnd) -> None:
@@ -261,7 +265,7 @@ class ExecutorLoop:
     async def _until_host_answers(host: HostClient) -> None:
         for attempt in itertools.count():
             with contextlib.suppress(TimeoutError):
-                if await host.region_epoch() is not None:
+                if await host.status() is not None:
                     return
             if attempt % 10 == 9:
                 logger.info("waiting for the CPU attention service")

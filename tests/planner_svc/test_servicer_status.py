@@ -65,6 +65,19 @@ async def test_the_model_and_the_server_describe_themselves(start_rig: StartRig)
     assert counters.planning_ns > 0
 
 
+async def test_threads_that_change_live_are_told(start_rig: StartRig) -> None:
+    host = FakeHost()
+    rig = await start_rig(FakeExecutor(host_blocks=8), host)
+
+    async def threads_told() -> bool:
+        info = await rig.stub.GetServerInfo(pb.GetServerInfoRequest())
+        return bool(info.cpu_attention_threads == host.num_threads)
+
+    host.num_threads = 3
+    await rig.until(threads_told)
+    assert len(rig.executor.epochs) == 1
+
+
 async def test_load_follows_the_requests(start_rig: StartRig) -> None:
     rig = await start_rig(slow())
     stream = rig.stub.GenerateStream(streaming(request("x" * 10, max_tokens=FOREVER)))

@@ -208,6 +208,7 @@ class FakeHost(cpu_attention_pb2_grpc.CpuAttentionServiceServicer):
 
     def __init__(self) -> None:
         self.region_epoch = 0
+        self.num_threads = 1
         self.alive = False
         self.refuses = False
         self._address = "127.0.0.1:0"
@@ -231,7 +232,7 @@ class FakeHost(cpu_attention_pb2_grpc.CpuAttentionServiceServicer):
         return self.alive and not self.refuses
 
     async def GetCpuAttentionStatus(self, request: Any, context: Any) -> Any:  # noqa: N802
-        return cpu_attention_pb2.GetCpuAttentionStatusResponse(epoch=self.region_epoch)
+        return cpu_attention_pb2.GetCpuAttentionStatusResponse(epoch=self.region_epoch, num_threads=self.num_threads)
 
 
 def tables(with_host: bool) -> executor_pb2.OperationTables:
