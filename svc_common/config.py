@@ -152,7 +152,10 @@ def parse(values: dict[str, object], origin: str) -> Config:
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        lines = [f"{'.'.join(map(str, item['loc'])) or 'config'}: {item['msg']}" for item in error.errors()]
+        lines = [
+            f"{'.'.join(map(str, item['loc'])) or 'config'}: {item['msg'].removeprefix('Value error, ')}"
+            for item in error.errors()
+        ]
         raise ConfigError(f"{origin}: " + "; ".join(lines)) from error
 
 

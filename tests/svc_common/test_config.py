@@ -26,7 +26,7 @@ GIB = 2**30
         ({"gpu": {"kv_bytes": True}}, "gpu.kv_bytes: "),
         ({"cpu_attn": {"kv_bytes": "99999999999TB"}}, "cpu_attn.kv_bytes: "),
         ({"planner": {"listen": ""}}, "planner.listen: "),
-        ({"gpu": {"listen": "localhost"}}, "gpu.listen: "),
+        ({"gpu": {"listen": "localhost"}}, """gpu.listen: must be "host:port" or "unix:path", is 'localhost'"""),
         ({"gpu": {"listen": "unix:"}}, "gpu.listen: "),
         ({"cpu_attn": {"listen": "127.0.0.1:65536"}}, "cpu_attn.listen: "),
         ({"gpu": {"kv_bytes": 0}, "cpu_attn": {"kv_bytes": 0}}, "gpu.kv_bytes and cpu_attn.kv_bytes are both 0"),
