@@ -20,15 +20,13 @@ async def greedy(client: AsyncClient, prompt: Sequence[int], delay_s: float = 0.
     return list(completion.token_ids)
 
 
-def compare(stack: LocalStack, reference: Reference, prompts: list[list[int]], sizes: Sequence[int]) -> Verdict:
-    """Sends waves of the given sizes, arrivals staggered, and judges every token."""
+def compare(stack: LocalStack, reference: Reference, waves: list[list[list[int]]]) -> Verdict:
+    """Sends wave after wave of prompts, arrivals staggered, and judges every token."""
 
     async def run() -> list[tuple[list[int], list[int]]]:
         pairs = []
         async with AsyncClient(stack.address) as client:
-            for size in sizes:
-                # The longest prompt first: the others arrive while it is prefilled.
-                wave = [prompts[-1 - i % len(prompts)] for i in range(size)]
+            for wave in waves:
                 answers = await asyncio.gather(*(greedy(client, p, 0.07 * i) for i, p in enumerate(wave)))
                 pairs += zip(wave, answers, strict=True)
         return pairs
@@ -41,6 +39,19 @@ def compare(stack: LocalStack, reference: Reference, prompts: list[list[int]], s
     return verdict
 
 
+def waves_of(prompts: list[list[int]], sizes: Sequence[int]) -> list[list[list[int]]]:
+    """The longest prompt comes first: the others arrive while it is prefilled."""
+    return [[prompts[-1 - i % len(prompts)] for i in range(size)] for size in sizes]
+
+
+def pressing_wave(prompts: list[list[int]]) -> list[list[int]]:
+    """The longest prompt, then the others from short to long: many small ones start beside it and grow."""
+    longest = prompts[-1]
+    return [longest, *sorted(prompts[:-1], key=len), *sorted(prompts[:-1], key=len)[:4]]
+
+
+# The longest prompt takes 94 blocks of 737,280 bytes: little is left to grow into.
+PRESSED_KV_BYTES = 102 * 737_280
 ALL_SIZES = (1, 2, 5, 12, 16)
 MODES = {
     "gpu_only": ({"planner": {"mode": "gpu_only"}, "gpu": {"kv_bytes": "256MiB"}}, ALL_SIZES),
@@ -63,7 +74,7 @@ MODES = {
 def test_tokens_equal_transformers(name, start, reference, prompts):
     sections, sizes = MODES[name]
     stack = start(**sections)
-    verdict = compare(stack, reference, prompts, sizes)
+    verdict = compare(stack, reference, waves_of(prompts, sizes))
     assert verdict.mismatches == []
     counters = stack.server_info().counters
     if name == "gpu_only":
@@ -80,8 +91,8 @@ def test_tokens_equal_transformers(name, start, reference, prompts):
 
 def test_tokens_survive_swapping(start, reference, prompts):
     """GPU-only with a host pool that only parks: preempted sequences are swapped out, then in again."""
-    stack = start(planner={"mode": "gpu_only"}, gpu={"kv_bytes": "75MiB"}, cpu_attn={"kv_bytes": "256MiB"})
-    verdict = compare(stack, reference, prompts, (16,))
+    stack = start(planner={"mode": "gpu_only"}, gpu={"kv_bytes": PRESSED_KV_BYTES}, cpu_attn={"kv_bytes": "256MiB"})
+    verdict = compare(stack, reference, [pressing_wave(prompts)])
     assert verdict.mismatches == []
     counters = stack.server_info().counters
     assert counters.swapped_in_bytes > 0
@@ -91,8 +102,8 @@ def test_tokens_survive_swapping(start, reference, prompts):
 
 def test_tokens_survive_preemption(start, reference, prompts):
     """No host pool at all: preempted sequences lose their KV and are computed again."""
-    stack = start(gpu={"kv_bytes": "75MiB"}, cpu_attn={"kv_bytes": 0})
-    verdict = compare(stack, reference, prompts, (16,))
+    stack = start(gpu={"kv_bytes": PRESSED_KV_BYTES}, cpu_attn={"kv_bytes": 0})
+    verdict = compare(stack, reference, [pressing_wave(prompts)])
     assert verdict.mismatches == []
     counters = stack.server_info().counters
     assert counters.preemptions > 0
@@ -104,5 +115,5 @@ def test_a_request_larger_than_the_gpu_cache(start, reference, prompts):
     stack = start(gpu={"kv_bytes": "8MiB"}, cpu_attn={"kv_bytes": "128MiB"})
     info = stack.server_info()
     assert info.gpu_blocks * info.block_tokens < len(prompts[-1])
-    verdict = compare(stack, reference, prompts[-1:], (1,))
+    verdict = compare(stack, reference, [prompts[-1:]])
     assert verdict.mismatches == []

@@ -30,6 +30,8 @@ class Reference:
     """Greedy tokens of a model, and a judge of other implementations' tokens."""
 
     def __init__(self, files: ModelFiles) -> None:
+        # Threads of a second process on the same few cores wait for one another most of the time.
+        torch.set_num_threads(1)
         self._model = load_transformers(files)
         self._greedy: dict[tuple[tuple[int, ...], int], list[int]] = {}
 
