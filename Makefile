@@ -58,9 +58,11 @@ $(VENV)/.python:
 	@touch $@
 
 $(VENV)/.runtime: $(VENV)/.python $(BUILD_INPUTS)
-	$(BIN)/pip install --quiet --constraint constraints.txt $(PIP_ARGS) --editable .
+	@echo 'Installing into $(VENV) and compiling; the first time takes minutes.'
+	@$(BIN)/pip install --quiet --constraint constraints.txt $(PIP_ARGS) --editable .
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.runtime
-	$(BIN)/pip install --quiet --constraint constraints.txt $(PIP_ARGS) --editable '.[dev]'
+	@echo 'Installing what the tests need.'
+	@$(BIN)/pip install --quiet --constraint constraints.txt $(PIP_ARGS) --editable '.[dev]'
 	@touch $@

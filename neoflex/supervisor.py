@@ -1,4 +1,4 @@
-"""The three services as children of this process, without Docker: started, watched, restarted, drained.
+"""The three services as children of this process: started, watched, restarted, drained.
 
 with LocalStack(config, run_dir) as stack:
     stack.wait_ready(300)
