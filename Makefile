@@ -10,7 +10,7 @@ SOURCES := $(PACKAGES) tests benchmarks
 BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints.txt \
 	$(shell find proto svc_common cpu_attn_svc \( -name '*.proto' -o -name '*.cc' -o -name '*.h' -o -name CMakeLists.txt \) 2>/dev/null)
 
-.PHONY: help demo test lint types imports protos format unit integration bench-serve clean
+.PHONY: help demo test lint types imports protos format model unit integration bench-serve clean
 .DEFAULT_GOAL := help
 
 help: ## This list
@@ -34,19 +34,20 @@ imports: $(VENV)/.dev ## Who may import whom
 protos: $(VENV)/.dev ## Contracts
 	$(BIN)/buf lint
 
-unit: $(VENV)/.dev ## Tests of one module each
+model: $(VENV)/.runtime # The default model, in the user's cache directory
+	@$(BIN)/neoflex model fetch
+
+unit: $(VENV)/.dev model ## Tests of one module each
 	$(BIN)/pytest tests --ignore tests/integration
 
-integration: $(VENV)/.dev ## Tests with the real services and the real model
-	$(BIN)/neoflex model fetch
+integration: $(VENV)/.dev model ## Tests with the real services and the real model
 	$(BIN)/pytest tests/integration
 
 format: $(VENV)/.dev ## Rewrite the source in the project's style
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
 
-bench-serve: $(VENV)/.dev ## Throughput and latency, beside transformers
-	$(BIN)/neoflex model fetch
+bench-serve: $(VENV)/.dev model ## Throughput and latency, beside transformers
 	$(BIN)/python benchmarks/serve.py
 
 clean: ## Remove what was built
