@@ -12,6 +12,7 @@ BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints.txt \
 
 .PHONY: help demo test lint types imports protos format model unit integration bench-serve clean
 .DEFAULT_GOAL := help
+.NOTPARALLEL:
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -63,7 +64,8 @@ $(VENV)/.runtime: $(VENV)/.python $(BUILD_INPUTS)
 	@$(BIN)/pip install --quiet --constraint constraints.txt $(PIP_ARGS) --editable .
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.runtime
-	@echo 'Installing what the tests need.'
+# One build for both stamps: the tests' environment serves the demo, too.
+$(VENV)/.dev: $(VENV)/.python $(BUILD_INPUTS)
+	@echo 'Installing into $(VENV) and compiling; the first time takes minutes.'
 	@$(BIN)/pip install --quiet --constraint constraints.txt $(PIP_ARGS) --editable '.[dev]'
-	@touch $@
+	@touch $(VENV)/.runtime $@
