@@ -1,9 +1,10 @@
 """Tokens per second and latency of the real stack, with transformers' `generate` beside it in the same run.
 
-Three systems take turns on the same prompts, round after round, so that a noisy machine is noisy for all:
+Systems take turns on the same prompts, round after round, so that a noisy machine is noisy for all:
 
     transformers  one static batch of all prompts, fp32, all cores
     gpu_only      all KV in the "GPU" cache, no CPU attention service, all cores to gpu_svc
+    small_gpu     the same with a tenth of the KV: what does not fit waits; only where a tenth holds a request
     asymmetric    a tenth of the KV in the "GPU" cache, the rest on the host; one core each to gpu_svc and cpu_attn_svc
 
     python benchmarks/serve.py [--concurrency 1,8,32] [--rounds 3] [--dtype fp32] [--json FILE]
@@ -17,11 +18,12 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, PreTrainedModel, StoppingCriteriaList
@@ -32,7 +34,21 @@ from svc_common.config import parse
 from svc_common.model.read_spec import read_spec
 from svc_common.model.store import ModelFiles, resolve
 
-SYSTEMS = ("transformers", "gpu_only", "asymmetric")
+
+@dataclass(frozen=True)
+class Placement:
+    """How a stack splits the KV that all requests need together."""
+
+    mode: str
+    gpu_share: float
+    host_share: float
+
+
+STACKS = {
+    "gpu_only": Placement("gpu_only", 1.0, 0.0),
+    "small_gpu": Placement("gpu_only", 0.1, 0.0),
+    "asymmetric": Placement("asymmetric", 0.1, 1.2),
+}
 
 
 @dataclass(frozen=True)
@@ -90,16 +106,15 @@ class Transformers:
 
 
 @contextmanager
-def stack(system: str, files_source: str, kv_bytes: int, dtype: str) -> Iterator[LocalStack]:
-    """A running stack with room for `kv_bytes` of KV, placed as the system asks."""
-    gpu_share, host = (1.0, 0) if system == "gpu_only" else (0.1, int(1.2 * kv_bytes))
+def running(placement: Placement, model: str, kv_bytes: int, dtype: str) -> Iterator[LocalStack]:
+    """A running stack for requests that need `kv_bytes` of KV."""
     run_dir = Path(tempfile.mkdtemp(prefix="nfx-"))
     config = parse(
         {
-            "model": {"source": files_source},
-            "planner": {"listen": "127.0.0.1:0", "mode": system},
-            "gpu": {"device": "cpu", "dtype": dtype, "kv_bytes": int(gpu_share * kv_bytes)},
-            "cpu_attn": {"kv_bytes": host},
+            "model": {"source": model},
+            "planner": {"listen": "127.0.0.1:0", "mode": placement.mode},
+            "gpu": {"device": "cpu", "dtype": dtype, "kv_bytes": int(placement.gpu_share * kv_bytes)},
+            "cpu_attn": {"kv_bytes": int(placement.host_share * kv_bytes)},
         },
         "benchmark",
     )
@@ -156,73 +171,94 @@ def measure(args: argparse.Namespace) -> dict[int, dict[str, list[Round]]]:
             * (args.prompt_tokens + args.new_tokens + 16)
             * spec.kv_bytes_per_token(4 if args.dtype == "fp32" else 2)
         )
-        rounds: dict[str, list[Round]] = {system: [] for system in SYSTEMS}
-        with (
-            stack("gpu_only", args.model, kv_bytes, args.dtype) as gpu_only,
-            stack("asymmetric", args.model, kv_bytes, args.dtype) as asymmetric,
-        ):
-            for local in (gpu_only, asymmetric):  # warm up
-                asyncio.run(drive(local, [prompt[:8] for prompt in prompts], 4))
+        # Less than ten requests: a tenth of their KV would not hold one.
+        names = [name for name in STACKS if STACKS[name].gpu_share + STACKS[name].host_share >= 1 or concurrency > 10]
+        rounds: dict[str, list[Round]] = {name: [] for name in ("transformers", *names)}
+        with ExitStack() as running_stacks:
+            stacks = {
+                name: running_stacks.enter_context(running(STACKS[name], args.model, kv_bytes, args.dtype))
+                for name in names
+            }
+            for stack in stacks.values():  # warm up
+                asyncio.run(drive(stack, [prompt[:8] for prompt in prompts], 4))
             for _ in range(args.rounds):
                 rounds["transformers"].append(transformers.run(prompts, args.new_tokens))
-                rounds["gpu_only"].append(asyncio.run(drive(gpu_only, prompts, args.new_tokens)))
-                rounds["asymmetric"].append(asyncio.run(drive(asymmetric, prompts, args.new_tokens)))
+                for name, stack in stacks.items():
+                    rounds[name].append(asyncio.run(drive(stack, prompts, args.new_tokens)))
         results[concurrency] = rounds
     return results
 
 
-def summarise(rounds: list[Round], baseline: float) -> dict[str, float | None]:
-    """Medians over rounds; latencies over all requests of all rounds."""
-    ttft = [value for r in rounds for value in r.ttft_s]
-    tpot = [value for r in rounds for value in r.tpot_s]
-    rate = statistics.median(r.tokens_per_s for r in rounds)
-    busy = [r.executor_busy for r in rounds if r.executor_busy is not None]
-    share = [r.asymmetric_iterations for r in rounds if r.asymmetric_iterations is not None]
-    return {
-        "ratio": rate / baseline,
-        "tokens_per_s": rate,
-        "ttft_p50_s": percentile(ttft, 0.5),
-        "ttft_p95_s": percentile(ttft, 0.95),
-        "tpot_p50_s": percentile(tpot, 0.5),
-        "tpot_p95_s": percentile(tpot, 0.95),
-        "executor_busy": statistics.median(busy) if busy else None,
-        "asymmetric_iterations": statistics.median(share) if share else None,
-    }
+@dataclass(frozen=True)
+class Summary:
+    """Medians over rounds; latencies over all requests of all rounds. Seconds."""
+
+    ratio: float
+    """Tokens per second over those of transformers."""
+    tokens_per_s: float
+    ttft_p50_s: float
+    ttft_p95_s: float
+    tpot_p50_s: float
+    tpot_p95_s: float
+    executor_busy: float | None
+    asymmetric_iterations: float | None
+
+    @classmethod
+    def of(cls, rounds: list[Round], baseline: float) -> "Summary":
+        ttft = [value for r in rounds for value in r.ttft_s]
+        tpot = [value for r in rounds for value in r.tpot_s]
+        rate = statistics.median(r.tokens_per_s for r in rounds)
+        busy = [r.executor_busy for r in rounds if r.executor_busy is not None]
+        asymmetric = [r.asymmetric_iterations for r in rounds if r.asymmetric_iterations is not None]
+        return cls(
+            rate / baseline,
+            rate,
+            percentile(ttft, 0.5),
+            percentile(ttft, 0.95),
+            percentile(tpot, 0.5),
+            percentile(tpot, 0.95),
+            statistics.median(busy) if busy else None,
+            statistics.median(asymmetric) if asymmetric else None,
+        )
+
+    def cells(self) -> list[str]:
+        shares = ("" if share is None else f"{share:.0%}" for share in (self.executor_busy, self.asymmetric_iterations))
+        return [
+            f"{self.ratio:.2f}",
+            f"{self.tokens_per_s:.1f}",
+            f"{self.ttft_p50_s:.2f} / {self.ttft_p95_s:.2f}",
+            f"{1e3 * self.tpot_p50_s:.0f} / {1e3 * self.tpot_p95_s:.0f}",
+            *shares,
+        ]
 
 
-def print_table(results: dict[int, dict[str, list[Round]]], args: argparse.Namespace) -> dict[str, object]:
-    table = Table(
-        title=f"{args.model}, {args.prompt_tokens} tokens in, {args.new_tokens} out, {args.dtype}, {machine()}"
-    )
-    columns = (
-        "requests",
-        "system",
-        "x transformers",
-        "tokens/s",
-        "TTFT p50 / p95 s",
-        "TPOT p50 / p95 ms",
-        "busy",
-        "on CPU",
-    )
-    for column in columns:
+COLUMNS = (
+    "requests",
+    "system",
+    "x transformers",
+    "tokens/s",
+    "TTFT p50 / p95, s",
+    "TPOT p50 / p95, ms",
+    "executor busy",
+    "iterations with CPU attention",
+)
+
+
+def report(results: dict[int, dict[str, list[Round]]], args: argparse.Namespace) -> dict[str, Summary]:
+    """Prints a Markdown table; returns its rows."""
+    console = Console(width=160)
+    console.print(f"{args.model}, {args.prompt_tokens} tokens in, {args.new_tokens} out, {args.dtype}; {machine()}")
+    table = Table(box=box.MARKDOWN)
+    for column in COLUMNS:
         table.add_column(column, justify="left" if column == "system" else "right")
-    report: dict[str, object] = {}
+    summaries: dict[str, Summary] = {}
     for concurrency, rounds in results.items():
         baseline = statistics.median(r.tokens_per_s for r in rounds["transformers"])
-        for system in SYSTEMS:
-            row = summarise(rounds[system], baseline)
-            report[f"{system}@{concurrency}"] = row
-            table.add_row(
-                str(concurrency),
-                system,
-                f"{row['ratio']:.2f}",
-                f"{row['tokens_per_s']:.1f}",
-                f"{row['ttft_p50_s']:.2f} / {row['ttft_p95_s']:.2f}",
-                f"{1e3 * row['tpot_p50_s']:.0f} / {1e3 * row['tpot_p95_s']:.0f}",
-                *("" if row[key] is None else f"{row[key]:.0%}" for key in ("executor_busy", "asymmetric_iterations")),
-            )
-    Console(width=120).print(table)
-    return report
+        for system, of_system in rounds.items():
+            summary = summaries[f"{system}@{concurrency}"] = Summary.of(of_system, baseline)
+            table.add_row(str(concurrency), system, *summary.cells())
+    console.print(table)
+    return summaries
 
 
 def machine() -> str:
@@ -245,10 +281,19 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     results = measure(args)
-    report = print_table(results, args)
+    summaries = report(results, args)
     if args.json:
         raw = {str(n): {s: [asdict(r) for r in rs] for s, rs in rounds.items()} for n, rounds in results.items()}
-        args.json.write_text(json.dumps({"machine": machine(), "summary": report, "rounds": raw}, indent=1))
+        args.json.write_text(
+            json.dumps(
+                {
+                    "machine": machine(),
+                    "summary": {key: asdict(value) for key, value in summaries.items()},
+                    "rounds": raw,
+                },
+                indent=1,
+            )
+        )
 
 
 if __name__ == "__main__":
