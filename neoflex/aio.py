@@ -35,7 +35,7 @@ class AsyncClient:
     ) -> Completion:
         """Generates a whole answer. The prompt is a text, or one of the options `token_ids` and `messages`."""
         request = wire.generate_request(prompt, options)
-        with self._errors():
+        with self._errors(timeout):
             return wire.completion(await self._stub.Generate(request, timeout=timeout))
 
     def stream(
@@ -44,7 +44,7 @@ class AsyncClient:
         """Generates an answer piece by piece; arguments as for `generate`. Closing the stream ends the request."""
         request = wire.generate_request(prompt, options)
         call = self._stub.GenerateStream(pb.GenerateStreamRequest(request=request), timeout=timeout)
-        return AsyncStream(call, request.request_id, self.address)
+        return AsyncStream(call, request.request_id, self.address, timeout)
 
     async def abort(self, *request_ids: str) -> tuple[str, ...]:
         """Ends running requests; returns the ids that were running."""
@@ -104,11 +104,11 @@ class AsyncClient:
         await self.aclose()
 
     @contextlib.contextmanager
-    def _errors(self) -> Iterator[None]:
+    def _errors(self, timeout_s: float | None = None) -> Iterator[None]:
         try:
             yield
         except grpc.aio.AioRpcError as error:
-            raise errors.from_call(error, self.address) from error
+            raise errors.from_call(error, self.address, timeout_s) from error
 
 
 class AsyncStream:
@@ -122,6 +122,7 @@ class AsyncStream:
         call: "grpc.aio.UnaryStreamCall[pb.GenerateStreamRequest, pb.GenerateStreamResponse]",
         request_id: str,
         address: str,
+        timeout_s: float | None,
     ) -> None:
         self.request_id = request_id
         self.prompt_tokens: int | None = None
@@ -130,6 +131,7 @@ class AsyncStream:
         self.usage: Usage | None = None
         self._call = call
         self._address = address
+        self._timeout_s = timeout_s
         self._closed = False
 
     def __aiter__(self) -> AsyncIterator[Delta]:
@@ -141,7 +143,7 @@ class AsyncStream:
                 response = await self._call.read()
             except grpc.aio.AioRpcError as error:
                 self._closed = True
-                raise errors.from_call(error, self._address) from error
+                raise errors.from_call(error, self._address, self._timeout_s) from error
             except asyncio.CancelledError:
                 if self._closed:  # Closed by another task while this one waited.
                     break

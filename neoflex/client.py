@@ -33,7 +33,7 @@ class Client:
     ) -> Completion:
         """Generates a whole answer. The prompt is a text, or one of the options `token_ids` and `messages`."""
         request = wire.generate_request(prompt, options)
-        with self._errors():
+        with self._errors(timeout):
             return wire.completion(self._stub.Generate(request, timeout=timeout))
 
     def stream(
@@ -42,7 +42,7 @@ class Client:
         """Generates an answer piece by piece; arguments as for `generate`. Closing the stream ends the request."""
         request = wire.generate_request(prompt, options)
         call = self._stub.GenerateStream(pb.GenerateStreamRequest(request=request), timeout=timeout)
-        return Stream(call, request.request_id, self.address)
+        return Stream(call, request.request_id, self.address, timeout)
 
     def abort(self, *request_ids: str) -> tuple[str, ...]:
         """Ends running requests; returns the ids that were running."""
@@ -98,8 +98,8 @@ class Client:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    def _errors(self) -> contextlib.AbstractContextManager[None]:
-        return _typed_errors(self.address)
+    def _errors(self, timeout_s: float | None = None) -> contextlib.AbstractContextManager[None]:
+        return _typed_errors(self.address, timeout_s)
 
 
 class Stream:
@@ -108,7 +108,13 @@ class Stream:
     Leave it early by `close` or as a context manager: the server then ends the request and frees its blocks.
     """
 
-    def __init__(self, call: "grpc.CallIterator[pb.GenerateStreamResponse]", request_id: str, address: str) -> None:
+    def __init__(
+        self,
+        call: "grpc.CallIterator[pb.GenerateStreamResponse]",
+        request_id: str,
+        address: str,
+        timeout_s: float | None,
+    ) -> None:
         self.request_id = request_id
         self.prompt_tokens: int | None = None
         """Known from the first piece on."""
@@ -117,6 +123,7 @@ class Stream:
         self._call = call
         self._responses = iter(call)
         self._address = address
+        self._timeout_s = timeout_s
         self._closed = False
 
     def __iter__(self) -> Iterator[Delta]:
@@ -134,7 +141,7 @@ class Stream:
                 if self._closed:  # Closed by another thread while this one waited.
                     break
                 self._closed = True
-                raise errors.from_call(error, self._address) from error
+                raise errors.from_call(error, self._address, self._timeout_s) from error
             else:
                 match response.WhichOneof("event"):
                     case "started":
@@ -159,8 +166,8 @@ class Stream:
 
 
 @contextlib.contextmanager
-def _typed_errors(address: str) -> Iterator[None]:
+def _typed_errors(address: str, timeout_s: float | None) -> Iterator[None]:
     try:
         yield
     except grpc.RpcError as error:
-        raise errors.from_call(error, address) from error
+        raise errors.from_call(error, address, timeout_s) from error

@@ -78,8 +78,8 @@ class FailedCall(Protocol):
     def trailing_metadata(self) -> Iterable[Any] | None: ...
 
 
-def from_call(call: FailedCall, address: str) -> NeoflexError:
-    """The error to raise for a failed call to `address`."""
+def from_call(call: FailedCall, address: str, timeout_s: float | None = None) -> NeoflexError:
+    """The error to raise for a failed call to `address`, which had `timeout_s` seconds."""
     code = call.code().name
     message = call.details() or code
     reason = ""
@@ -98,9 +98,19 @@ def from_call(call: FailedCall, address: str) -> NeoflexError:
             retry = error_details_pb2.RetryInfo()
             detail.Unpack(retry)
             retry_after_s = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
-    if code == "UNAVAILABLE" and not reason:  # The transport's own words are long; the address is what helps.
-        message = f"no answer from {address}: {message}"
+    if not reason:  # The transport speaks, not the server: its words are long, and the address is what helps.
+        message = _in_our_words(code, message, address, timeout_s)
     return _BY_CODE.get(code, NeoflexError)(message, code, reason, violations, retry_after_s)
+
+
+def _in_our_words(code: str, message: str, address: str, timeout_s: float | None) -> str:
+    if code == "DEADLINE_EXCEEDED" and timeout_s is not None:
+        return f"no complete answer from {address} within {timeout_s:g} s"
+    if code == "UNAVAILABLE" and "Connection refused" in message:
+        return f"nobody listens at {address}; start a server with: neoflex up"
+    if code == "UNAVAILABLE":
+        return f"no answer from {address}: {message}"
+    return message
 
 
 def _details(call: FailedCall) -> list[any_pb2.Any]:

@@ -1,17 +1,18 @@
 """Where a LocalStack's services listen, and the TOML file that tells them."""
 
+import errno
 import json
 import os
 import socket
 from pathlib import Path
 
-from svc_common.config import Config
+from svc_common.config import MAX_PORT, Config
 
 _MAX_SOCKET_PATH_BYTES = 107  # sun_path of unix(7), less the final zero.
 
 
 class AddressInUseError(Exception):
-    """Somebody already listens where the planner should."""
+    """The planner cannot listen where it should, mostly because somebody else already does."""
 
 
 def socket_fits(directory: Path) -> bool:
@@ -44,9 +45,18 @@ def _bindable(listen: str) -> str:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((bare_host, int(port)))
-        except (OSError, ValueError) as error:
-            raise AddressInUseError(f"cannot listen on {listen}: {error}") from error
+        except OSError as error:
+            # The number in front of the words tells a user nothing.
+            raise AddressInUseError(f"cannot listen on {listen}: {error.strerror or error}{_advice(error)}") from error
+        except (OverflowError, ValueError) as error:
+            raise AddressInUseError(f"cannot listen on {listen}: the port must be from 0 to {MAX_PORT}") from error
         return f"{host}:{probe.getsockname()[1]}"
+
+
+def _advice(error: OSError) -> str:
+    if error.errno in (errno.EADDRINUSE, errno.EACCES):
+        return "; choose another port, or a free one with: neoflex up --port 0"
+    return ""
 
 
 def to_toml(config: Config) -> str:

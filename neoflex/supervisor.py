@@ -25,8 +25,10 @@ from neoflex.types import ServerInfo
 from svc_common.config import Config
 
 PLANNER = "planner_svc"
-# Longer than the planner takes to drain (30 s) before it ends by itself.
-DRAIN_S = 40.0
+REQUESTS_END_S = 30.0
+"""So long the planner lets running requests go on: its own DRAIN_GRACE_S, which no import reaches from here."""
+DRAIN_S = REQUESTS_END_S + 10.0
+"""So long the planner may take to end by itself."""
 _EXIT_S = 10.0
 _POLL_S = 0.1
 _SHOWN_LOG_LINES = 20

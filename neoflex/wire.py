@@ -23,6 +23,7 @@ from neoflex.types import (
 )
 from neoflex.v1 import inference_pb2 as pb
 
+_OPTIONS = frozenset(GenerateOptions.__annotations__)
 _FINISH_REASONS = {
     pb.FINISH_REASON_STOP: FinishReason.STOP,
     pb.FINISH_REASON_LENGTH: FinishReason.LENGTH,
@@ -32,10 +33,11 @@ _FINISH_REASONS = {
 
 
 def generate_request(prompt: str | None, options: GenerateOptions) -> pb.GenerateRequest:
-    """Raises ValueError unless exactly one prompt is given, or where a number does not fit its field at all.
-
-    The server checks everything else.
+    """Raises TypeError for an option that there is not, and ValueError unless exactly one prompt is given, or where a
+    number does not fit its field at all. The server checks everything else.
     """
+    if unknown := sorted(set(options) - _OPTIONS):
+        raise TypeError(f"unknown option: {', '.join(unknown)}; there are: {', '.join(sorted(_OPTIONS))}")
     token_ids, messages = options.get("token_ids"), options.get("messages")
     if sum(item is not None for item in (prompt, token_ids, messages)) != 1:
         raise ValueError("give exactly one of: a prompt text, token_ids, messages")

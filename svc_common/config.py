@@ -6,7 +6,9 @@ Sizes accept units ("256MiB"). Unknown keys and values out of range are refused,
 import re
 import sys
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Literal
 
 from pydantic import (
@@ -19,6 +21,10 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from pydantic_core import ErrorDetails
+
+MAX_PORT = 65535
+_SIZE = re.compile(r"\s*\d*\.?\d+\s*[a-zA-Z]*\s*")
 
 DType = Literal["fp32", "bf16", "fp16"]
 Mode = Literal["auto", "gpu_only", "asymmetric"]
@@ -28,21 +34,31 @@ class ConfigError(Exception):
     """The configuration cannot be used. The text names the key and the limit."""
 
 
-def _checked_address(listen: str) -> str:
-    match = re.fullmatch(r"(?:[^:]+|\[[0-9a-fA-F:.]+\]):(\d{1,5})", listen)
-    if not (re.fullmatch(r"unix:.+", listen) or (match and int(match[1]) <= 65535)):
-        raise ValueError(f'must be "host:port" or "unix:path", is {listen!r}')
-    return listen
+def checked_address(address: str) -> str:
+    """The address itself. Raises ValueError."""
+    if re.fullmatch(r"unix:.+", address):
+        return address
+    match = re.fullmatch(r"(?:[^:]+|\[[0-9a-fA-F:.]+\]):(\d+)", address)
+    if not match:
+        raise ValueError(f'must be "host:port" or "unix:path", is {address!r}')
+    if int(match[1]) > MAX_PORT:
+        raise ValueError(f"the port must be from 0 to {MAX_PORT}, is {match[1]}")
+    return address
 
 
-def _not_a_switch(value: object) -> object:
-    if isinstance(value, bool):
-        raise ValueError(f"must be a number of bytes or a size such as '256MiB', is {value}")
+def _checked_size(value: object) -> object:
+    """pydantic takes True for 1 byte, and of "1,5GiB" no more than the 1."""
+    if isinstance(value, bool) or (isinstance(value, str) and not _SIZE.fullmatch(value)):
+        raise ValueError(_no_size(value))
     return value
 
 
-Address = Annotated[str, AfterValidator(_checked_address)]
-Size = Annotated[ByteSize, BeforeValidator(_not_a_switch), Field(le=2**63 - 1)]
+def _no_size(value: object) -> str:
+    return f"not a size such as 64MiB, is {value!r}"
+
+
+Address = Annotated[str, AfterValidator(checked_address)]
+Size = Annotated[ByteSize, BeforeValidator(_checked_size), Field(le=2**63 - 1)]
 
 
 class Section(BaseModel):
@@ -147,16 +163,39 @@ def load(path: Path) -> Config:
         raise ConfigError(f"{path}: not TOML: {error}") from error
 
 
-def parse(values: dict[str, object], origin: str) -> Config:
-    """Checks values as read from TOML. Raises ConfigError naming each bad key."""
+def parse(values: dict[str, object], origin: str, typed: Mapping[str, str] = MappingProxyType({})) -> Config:
+    """Checks values as read from TOML. Raises ConfigError naming each bad key.
+
+    `typed`: how the user wrote a key that does not come from `origin`, e.g. {"planner.mode": "--mode"}.
+    """
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        lines = [
-            f"{'.'.join(map(str, item['loc'])) or 'config'}: {item['msg'].removeprefix('Value error, ')}"
-            for item in error.errors()
-        ]
-        raise ConfigError(f"{origin}: " + "; ".join(lines)) from error
+        ours, theirs = [], []
+        for item in error.errors():
+            key = ".".join(map(str, item["loc"]))
+            if key in typed:
+                ours.append(f"{typed[key]}: {_complaint(item)}")
+            else:
+                theirs.append(f"{key}: {_complaint(item)}" if key else _complaint(item))
+        from_origin = [f"{origin}: {'; '.join(theirs)}"] if theirs else []
+        raise ConfigError("; ".join(ours + from_origin)) from error
+
+
+def _complaint(item: ErrorDetails) -> str:
+    """What pydantic found, in words for somebody who does not know pydantic."""
+    value = item["input"]
+    match item["type"]:
+        case "extra_forbidden":
+            return "unknown key"
+        case "model_type":
+            return f"must be a table of keys, is {value!r}"
+        case "byte_size" | "byte_size_unit":
+            return _no_size(value)
+        case "value_error":  # One of ours.
+            return item["msg"].removeprefix("Value error, ")
+        case _:
+            return f"{item['msg'].replace('Input should be', 'must be', 1)}, is {value!r}"
 
 
 def load_from_argv(service: str) -> Config:

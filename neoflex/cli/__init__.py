@@ -1,51 +1,13 @@
-"""The `neoflex` command: what a user types. Each module here is one command."""
+"""The `neoflex` command: what a user types. `app.py` puts it together."""
 
-from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated
-
-import typer
-
-from neoflex.cli import demo, generate, model, status, up
-from neoflex.cli.output import fail
-from neoflex.errors import NeoflexError
-from neoflex.supervisor import StackError
-from svc_common.config import ConfigError
-from svc_common.model.store import ModelNotFoundError
-
-app = typer.Typer(
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    help="Serves large language models on one GPU and the CPU beside it.",
-)
-app.command()(up.up)
-app.command()(generate.generate)
-app.command()(status.status)
-app.command()(demo.demo)
-app.add_typer(model.app, name="model")
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        try:
-            typer.echo(f"neoflex {version('neoflex')}")
-        except PackageNotFoundError:
-            typer.echo("neoflex (not installed: run from its source tree)")
-        raise typer.Exit
-
-
-@app.callback()
-def _root(
-    show_version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
-) -> None:
-    """The command's own options, before any subcommand."""
+_INTERRUPTED = 130  # 128 + SIGINT, as shells have it.
 
 
 def main() -> None:
-    """Entry point. What a user can cause ends in one line and exit code 1, never in a stack trace."""
+    """Entry point. Ctrl-C ends it quietly, also while it is still importing, which takes a second."""
     try:
-        app()
-    except (NeoflexError, StackError, ModelNotFoundError, ConfigError) as error:
-        fail(str(error))
+        from neoflex.cli.app import run
+
+        run()
+    except KeyboardInterrupt:
+        raise SystemExit(_INTERRUPTED) from None

@@ -15,7 +15,8 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from neoflex.cli.output import counter_rows, err, fetch_model, out, size
+from neoflex.cli.arguments import check_prompt
+from neoflex.cli.output import counter_rows, err, explain_device, fetch_model, out, size, starting
 from neoflex.cli.up import effective_config, pin_model, run_directory
 from neoflex.client import Client
 from neoflex.supervisor import LocalStack, StackError
@@ -51,6 +52,7 @@ def demo(
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of each answer.")] = 96,
 ) -> None:
     """Fetch the default model, serve it, stream an answer, say what happened, stop everything."""
+    check_prompt(prompt)
     signal.signal(signal.SIGTERM, _end_in_order)
     name = ModelConfig().source
     err.print(f"model: {fetch_model(name).gguf}", markup=False, soft_wrap=True)
@@ -73,7 +75,7 @@ def _serve_once(config: Config, directory: Path, prompt: str, concurrency: int, 
     pids: dict[str, int] = {}
     with stack:
         started = time.monotonic()
-        with err.status("starting the services (measuring this machine takes some seconds)"):
+        with starting():
             stack.wait_ready()
         pids = stack.pids
         info = stack.server_info()
@@ -81,6 +83,7 @@ def _serve_once(config: Config, directory: Path, prompt: str, concurrency: int, 
         names = ", ".join(f"{name} ({pid})" for name, pid in pids.items())
         err.print(f"ready after {time.monotonic() - started:.1f} s: {names}")
         err.print(f"device {info.device}, KV {gpu} on the GPU and {host} on the host, mode {config.planner.mode}")
+        explain_device(info.device)
         err.print(f"{concurrency - 1} more requests run beside this one, to give both processors work\n")
         measured = _drive(stack, prompt, concurrency, max_tokens)
         err.print("\nstopping")
@@ -91,7 +94,8 @@ def _serve_once(config: Config, directory: Path, prompt: str, concurrency: int, 
 
 def _drive(stack: LocalStack, prompt: str, concurrency: int, max_tokens: int) -> _Measured:
     """Streams the answer to the terminal while the other requests run."""
-    with Client(stack.address) as client, ThreadPoolExecutor(max(1, concurrency - 1)) as pool:
+    # The client inside the pool: on Ctrl-C it is closed first, which ends the requests that the pool waits for.
+    with ThreadPoolExecutor(max(1, concurrency - 1)) as pool, Client(stack.address) as client:
         before = client.server_info().counters
         started = time.monotonic()
         others = [pool.submit(_ask_beside, client, i, max_tokens) for i in range(concurrency - 1)]
@@ -149,7 +153,7 @@ def _end_in_order(number: int, frame: FrameType | None) -> None:
 def _table(measured: _Measured, concurrency: int) -> Table:
     table = Table(title="what happened", show_header=False, title_justify="left")
     table.add_column(style="dim")
-    table.add_column(justify="right")
+    table.add_column(justify="right", overflow="fold")
     table.add_row("time to first token", f"{measured.first_token_s * 1e3:.0f} ms")
     table.add_row("time per output token", f"{measured.per_token_s * 1e3:.1f} ms")
     rate = measured.answer_tokens / measured.answer_s

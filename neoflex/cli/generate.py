@@ -9,14 +9,24 @@ import typer
 from rich.table import Table
 
 from neoflex.channel import DEFAULT_ADDRESS
+from neoflex.cli.arguments import ServerAddress, check_prompt
 from neoflex.cli.output import describe_usage, err, out
 from neoflex.client import Client, Stream
 from neoflex.types import Completion, GenerateOptions, Message, PositionLogprobs
 
+# gRPC counts nanoseconds in 64 bits: a later deadline would count as over already.
+_MAX_TIMEOUT_S = 1e9
+
+
+def _check_timeout(timeout: float | None) -> float | None:
+    if timeout is not None and not 0 < timeout <= _MAX_TIMEOUT_S:
+        raise typer.BadParameter(f"must be greater than 0 and at most {_MAX_TIMEOUT_S:g}, is {timeout:g}")
+    return timeout
+
 
 def generate(
     prompt: Annotated[str, typer.Argument(help='The prompt; "-" reads standard input.')],
-    address: Annotated[str, typer.Option(help="Server, host:port or unix:path.")] = DEFAULT_ADDRESS,
+    address: ServerAddress = DEFAULT_ADDRESS,
     chat: Annotated[bool, typer.Option("--chat/--raw", help="Use the model's chat template, or the bare text.")] = True,
     system: Annotated[str | None, typer.Option(help="System message, with --chat.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens to generate.")] = None,
@@ -27,12 +37,15 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Makes the answer repeatable.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")] = None,
     logprobs: Annotated[int | None, typer.Option(help="Show log-probabilities and the N likeliest tokens.")] = None,
-    timeout: Annotated[float | None, typer.Option(help="Seconds for the whole answer.")] = None,
+    timeout: Annotated[
+        float | None, typer.Option(help="Seconds for the whole answer.", callback=_check_timeout)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
 ) -> None:
     """Generate an answer to a prompt."""
     if prompt == "-":
-        prompt = sys.stdin.read()
+        prompt = _standard_input()
+    check_prompt(prompt, raw=not chat)
     if system is not None and not chat:
         raise typer.BadParameter("needs --chat", param_hint="--system")
     options = GenerateOptions()
@@ -58,6 +71,13 @@ def generate(
                 _show(client, client.stream(text, timeout=timeout, **options))
         except ValueError as error:  # A number that no request can carry.
             raise typer.BadParameter(str(error)) from error
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"standard input is no text: {error}", param_hint="PROMPT") from error
 
 
 def _print_json(answer: Completion) -> None:
@@ -95,7 +115,8 @@ def _print_stream(stream: Stream) -> list[PositionLogprobs]:
 def _print_logprobs(client: Client, positions: list[PositionLogprobs]) -> None:
     ids = {item.token_id for position in positions for item in (position.chosen, *position.top)}
     texts = {token_id: repr(client.detokenize([token_id])) for token_id in ids}
-    table = Table("token", "id", "logprob", "likeliest")
+    table = Table("token", "id", "logprob")
+    table.add_column("likeliest", overflow="fold")
     for position in positions:
         top = ", ".join(f"{texts[item.token_id]} {item.logprob:.3f}" for item in position.top)
         chosen = position.chosen

@@ -22,7 +22,8 @@ def fetch(name: Annotated[str, typer.Argument(help="A built-in model.")] = Model
 @app.command("list")
 def list_() -> None:
     """List the built-in models. Any directory, GGUF file or hub id works with `neoflex up`, too."""
-    table = Table("model", "size", "license", "where")
+    table = Table("model", "size", "license")
+    table.add_column("where", overflow="fold")  # A path that is cut off helps nobody.
     for model in list_models():
         where = str(model.path) if model.path else f"not here: neoflex model fetch {model.name}"
         table.add_row(model.name, size(model.size_bytes), model.license, where)

@@ -6,6 +6,8 @@ from typing import NoReturn
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.status import Status
+from rich.text import Text
 
 from neoflex.types import Counters, Usage
 from svc_common.model import fetch
@@ -14,17 +16,27 @@ from svc_common.model.store import ModelFiles
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
+STARTING = "starting the services (they load the model and measure this machine) ..."
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def fail(text: str, code: int = 1) -> NoReturn:
     """Prints what went wrong and exits."""
-    first, _, rest = text.partition("\n")
-    err.print("[bold red]error:[/]", end=" ")
-    err.print(first, markup=False, soft_wrap=True)
-    if rest:
-        err.print(rest, markup=False, soft_wrap=True)
+    err.print(Text.assemble(("error:", "bold red"), " ", text), soft_wrap=True)
     raise SystemExit(code)
+
+
+def starting() -> Status:
+    """A spinner for the time until a stack is ready; one line where the output is no terminal."""
+    if not err.is_terminal:
+        err.print(STARTING)
+    return err.status(STARTING)
+
+
+def explain_device(device: str, indent: int = 0) -> None:
+    """For those who wonder what "the GPU" is in numbers from a machine without one."""
+    if device == "cpu":
+        err.print(" " * indent + "no GPU here: torch on the CPU plays the GPU, in a process of its own", style="dim")
 
 
 def size(num_bytes: float) -> str:

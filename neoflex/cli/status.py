@@ -9,13 +9,14 @@ import typer
 from rich.table import Table
 
 from neoflex.channel import DEFAULT_ADDRESS
-from neoflex.cli.output import counter_rows, out, size
+from neoflex.cli.arguments import ServerAddress
+from neoflex.cli.output import counter_rows, explain_device, out, size
 from neoflex.client import Client
 from neoflex.types import Load, ModelInfo, ServerInfo
 
 
 def status(
-    address: Annotated[str, typer.Option(help="Server, host:port or unix:path.")] = DEFAULT_ADDRESS,
+    address: ServerAddress = DEFAULT_ADDRESS,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show model, placement, load and counters of a running server."""
@@ -27,12 +28,13 @@ def status(
         sys.stdout.write(json.dumps(parts) + "\n")
     else:
         out.print(_table(address, model, server, load))
+        explain_device(server.device)
 
 
 def _table(address: str, model: ModelInfo, server: ServerInfo, load: Load) -> Table:
     table = Table(title=f"NeoFlex {server.version} at {address}", show_header=False, title_justify="left")
     table.add_column(style="dim")
-    table.add_column(justify="right")
+    table.add_column(justify="right", overflow="fold")
     table.add_row("model", model.name)
     table.add_row("architecture", f"{model.architecture}, {model.num_parameters / 1e6:,.0f} M parameters")
     table.add_row("context", f"{model.context_tokens:,} tokens")

@@ -9,35 +9,101 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from pydantic import ByteSize
+from rich.text import Text
 
-from neoflex.cli.output import err, size
+from neoflex.cli.output import STARTING, err, explain_device, size, starting
 from neoflex.logs import LogFollower
-from neoflex.supervisor import LocalStack
-from svc_common.config import Config, ConfigError, parse
+from neoflex.supervisor import REQUESTS_END_S, LocalStack
+from svc_common.config import (
+    MAX_PORT,
+    Config,
+    ConfigError,
+    CpuAttnConfig,
+    GpuConfig,
+    KvConfig,
+    ModelConfig,
+    PlannerConfig,
+    Section,
+    parse,
+)
 from svc_common.model.store import resolve
 
 _POLL_S = 0.1
 _COLOURS = {"planner_svc": "cyan", "gpu_svc": "green", "cpu_attn_svc": "yellow"}
+# By what name the user gave the value of a key.
+_TYPED = {
+    ("kv", "dtype"): "--kv-dtype",
+    ("planner", "mode"): "--mode",
+    ("planner", "max_batch_tokens"): "--max-batch-tokens",
+    ("planner", "max_sequence_tokens"): "--max-sequence-tokens",
+    ("gpu", "device"): "--device",
+    ("gpu", "dtype"): "--dtype",
+    ("gpu", "kv_bytes"): "--gpu-kv-bytes",
+    ("gpu", "num_threads"): "--gpu-threads",
+    ("cpu_attn", "kv_bytes"): "--host-kv-bytes",
+    ("cpu_attn", "num_threads"): "--cpu-threads",
+}
+
+
+def _default(section: type[Section], key: str) -> str:
+    """What holds where neither an option nor the file says anything."""
+    value = section.model_fields[key].default
+    return size(value) if isinstance(value, ByteSize) else str(value)
+
+
+def _setting(section: type[Section], key: str, text: str) -> Any:
+    """An option that stands for a key of the file; its help names the key's default."""
+    return typer.Option(help=text, show_default=_default(section, key))
+
+
+def _check_port(port: int | None) -> int | None:
+    """Not by typer's `max`, whose words name one end of the range alone."""
+    if port is not None and not 0 <= port <= MAX_PORT:
+        raise typer.BadParameter(f"must be from 0 to {MAX_PORT}, is {port}")
+    return port
+
+
+_MODEL = typer.Argument(
+    help="Built-in name, directory, GGUF file or hub id.", show_default=_default(ModelConfig, "source")
+)
+_PORT = typer.Option(
+    help="Port on 127.0.0.1; 0 takes a free one. The TOML file sets other addresses, as planner.listen.",
+    callback=_check_port,
+    show_default=_default(PlannerConfig, "listen").rpartition(":")[2],
+)
+_SEQUENCE = typer.Option(help="Tokens of prompt and answer at most.", show_default="the model's context length")
+_DTYPES = "auto, fp32, bf16, fp16"
 
 
 def up(
-    model: Annotated[str | None, typer.Argument(help="Built-in name, directory, GGUF file or hub id.")] = None,
+    model: Annotated[str | None, _MODEL] = None,
     config_file: Annotated[Path | None, typer.Option("--config", help="TOML file; options below win over it.")] = None,
-    mode: Annotated[str | None, typer.Option(help="auto, gpu_only or asymmetric.")] = None,
-    gpu_kv_bytes: Annotated[str | None, typer.Option(help="GPU KV cache, e.g. 64MiB; 0 for none.")] = None,
-    host_kv_bytes: Annotated[str | None, typer.Option(help="Host KV pool; 0 runs without cpu_attn_svc.")] = None,
-    kv_dtype: Annotated[str | None, typer.Option(help="Type of keys and values: auto, fp32, bf16, fp16.")] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cuda or cpu.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="Type to compute in: auto, fp32, bf16, fp16.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port on 127.0.0.1; 0 takes a free one.")] = None,
-    cpu_threads: Annotated[int | None, typer.Option(help="Threads of attention on the CPU.")] = None,
-    gpu_threads: Annotated[int | None, typer.Option(help="Threads of the cpu device; 0: what is left.")] = None,
-    max_batch_tokens: Annotated[int | None, typer.Option(help="Tokens one iteration computes at most.")] = None,
-    max_sequence_tokens: Annotated[int | None, typer.Option(help="Tokens of prompt and answer at most.")] = None,
-    run_dir: Annotated[Path | None, typer.Option(help="Where sockets and logs go; default: a temporary one.")] = None,
+    mode: Annotated[str | None, _setting(PlannerConfig, "mode", "auto, gpu_only or asymmetric.")] = None,
+    gpu_kv_bytes: Annotated[str | None, _setting(GpuConfig, "kv_bytes", "GPU KV cache, as 64MiB; 0: none.")] = None,
+    host_kv_bytes: Annotated[
+        str | None, _setting(CpuAttnConfig, "kv_bytes", "Host KV pool; 0 runs without cpu_attn_svc.")
+    ] = None,
+    kv_dtype: Annotated[str | None, _setting(KvConfig, "dtype", f"Type of keys and values: {_DTYPES}.")] = None,
+    device: Annotated[str | None, _setting(GpuConfig, "device", "auto, cuda or cpu.")] = None,
+    dtype: Annotated[str | None, _setting(GpuConfig, "dtype", f"Type to compute in: {_DTYPES}.")] = None,
+    port: Annotated[int | None, _PORT] = None,
+    cpu_threads: Annotated[
+        int | None, _setting(CpuAttnConfig, "num_threads", "Threads of attention on the CPU.")
+    ] = None,
+    gpu_threads: Annotated[
+        int | None, _setting(GpuConfig, "num_threads", "Threads of the cpu device; 0: what is left.")
+    ] = None,
+    max_batch_tokens: Annotated[
+        int | None, _setting(PlannerConfig, "max_batch_tokens", "Tokens one iteration computes at most.")
+    ] = None,
+    max_sequence_tokens: Annotated[int | None, _SEQUENCE] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Where sockets and logs go.", show_default="a temporary one")
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Keep the services' logs off the terminal.")] = False,
 ) -> None:
     """Start and supervise the services; Ctrl-C lets running requests end, a second Ctrl-C does not."""
@@ -76,7 +142,8 @@ def effective_config(config_file: Path | None, options: dict[tuple[str, str], ob
             table = values.setdefault(section, {})
             if isinstance(table, dict):  # Else `parse` says what is wrong with it.
                 table[key] = value
-    return parse(values, str(config_file or "options"))
+    typed = {".".join(key): _TYPED[key] for key, value in options.items() if value is not None and key in _TYPED}
+    return parse(values, str(config_file or "options"), typed)
 
 
 def pin_model(config: Config) -> Config:
@@ -89,20 +156,22 @@ def pin_model(config: Config) -> Config:
 
 @contextmanager
 def run_directory(path: Path | None) -> Iterator[Path]:
-    """The given directory, or a private temporary one, which is kept only where something failed."""
+    """The given directory, or a private temporary one, which is kept only where something failed and left logs."""
     if path is not None:
         yield path
         return
     directory = Path(tempfile.mkdtemp(prefix="neoflex-"))
+    keep = False
     try:
         yield directory
     except Exception:
-        err.print(f"logs are kept in {directory}", style="dim", markup=False)
+        keep = any(directory.glob("*.log"))
         raise
-    except BaseException:
-        shutil.rmtree(directory, ignore_errors=True)
-        raise
-    shutil.rmtree(directory, ignore_errors=True)
+    finally:
+        if keep:
+            err.print(f"logs are kept in {directory}", style="dim", markup=False, soft_wrap=True)
+        else:
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 class _StopSignals:
@@ -126,19 +195,21 @@ def supervise(stack: LocalStack, quiet: bool) -> None:
     follower = LogFollower({} if quiet else stack.log_paths)
     stack.start()
     try:
-        with err.status("starting") as spinner:
+        with starting() as spinner:
             while not signals.received and not stack.is_ready():
                 _print_logs(follower)
-                spinner.update(f"starting, {time.monotonic() - started:.0f} s")
+                spinner.update(f"{STARTING} {time.monotonic() - started:.0f} s")
                 time.sleep(_POLL_S)
         _print_logs(follower)
-        if not signals.received:
+        ready = not signals.received
+        if ready:
             _print_ready(stack, time.monotonic() - started)
         while not signals.received:
             stack.check()
             _print_logs(follower)
             time.sleep(_POLL_S)
-        err.print("stopping: running requests may end; again to stop at once", style="bold")
+        mercy = f": running requests have {REQUESTS_END_S:g} s to end; a second Ctrl-C stops at once" if ready else ""
+        err.print(f"stopping{mercy}", style="bold")
     finally:
         stack.stop()
         _print_logs(follower)
@@ -146,8 +217,8 @@ def supervise(stack: LocalStack, quiet: bool) -> None:
 
 def _print_logs(follower: LogFollower) -> None:
     for name, line in follower.new_lines():
-        err.print(f"[{_COLOURS[name]}]{name:>12}[/] | ", end="")
-        err.print(line, markup=False, soft_wrap=True)
+        # In one piece: a spinner's redraw wipes out what has not yet come to the end of its line.
+        err.print(Text.assemble((f"{name:>12}", _COLOURS[name]), f" | {line}"), soft_wrap=True)
 
 
 def _print_ready(stack: LocalStack, start_s: float) -> None:
@@ -155,5 +226,6 @@ def _print_ready(stack: LocalStack, start_s: float) -> None:
     gpu, host = (size(blocks * info.block_bytes) for blocks in (info.gpu_blocks, info.host_blocks))
     err.print(f"[bold green]ready[/] on [bold]{stack.address}[/] after {start_s:.1f} s: {stack.config.model.name}")
     err.print(f"  device {info.device}, KV {gpu} on the GPU and {host} on the host, mode {stack.config.planner.mode}")
+    explain_device(info.device, indent=2)
     err.print(f"  logs in {stack.run_dir}", markup=False)
     err.print(f"  try: neoflex generate --address {stack.address} 'Hello!'", markup=False)

@@ -87,8 +87,19 @@ async def test_errors_are_typed(client: AsyncClient) -> None:
     assert (lost.value.reason, lost.value.retry_after_s) == ("CPU_ATTENTION_LOST", 0.5)
     with pytest.raises(NeoflexError, match="DATA_LOSS"):
         [delta async for delta in client.stream("cut short")]
-    with pytest.raises(DeadlineExceededError):
+    words = f"^DEADLINE_EXCEEDED: no complete answer from {client.address} within 0.05 s$"
+    with pytest.raises(DeadlineExceededError, match=words):
         await client.generate("never", timeout=0.05)
+    with pytest.raises(DeadlineExceededError, match=words):
+        [delta async for delta in client.stream("never", timeout=0.05)]
+
+
+async def test_a_misspelt_option_is_named(client: AsyncClient) -> None:
+    options = {"max_token": 3}
+    with pytest.raises(TypeError, match=r"^unknown option: max_token; there are: "):
+        await client.generate("hello", **options)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^unknown option: max_token; there are: "):
+        client.stream("hello", **options)  # type: ignore[arg-type]
 
 
 async def test_the_small_calls(client: AsyncClient) -> None:

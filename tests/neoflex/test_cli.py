@@ -2,17 +2,25 @@
 
 import io
 import json
+import shutil
+import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from support.inference import InferenceServer
+from support.stacks import own_environment
 
 from neoflex import cli
+from neoflex.cli import model, up
 from neoflex.cli.output import size
 from neoflex.cli.up import effective_config, pin_model, run_directory
+from neoflex.client import Client
+from neoflex.logs import LogFollower
 from svc_common.config import ConfigError
 from svc_common.model.store import BUILTIN_MODELS
 
@@ -110,6 +118,43 @@ class TestGenerate:
         assert ended.err.startswith("error: UNAVAILABLE: no answer from unix:/nonexistent/socket")
         assert ended.err.count("\n") == 1
 
+    @pytest.mark.parametrize("address", ["localhost", "http://localhost:50051", "unix:", "127.0.0.1:", ""])
+    def test_an_address_that_is_none_is_a_usage_error(self, run: Run, address: str) -> None:
+        for command in (("generate", "hello"), ("status",)):
+            ended = run(*command, "--address", address)
+            assert ended.code == 2
+            assert f"""Invalid value for '--address': must be "host:port" or "unix:path", is '{address}'""" in ended.err
+
+    @pytest.mark.parametrize(("prompt", "mode"), [("", "--chat"), (" \n", "--chat"), ("", "--raw")])
+    def test_an_empty_prompt_is_a_usage_error(
+        self, run: Run, server: InferenceServer, monkeypatch: pytest.MonkeyPatch, prompt: str, mode: str
+    ) -> None:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(prompt))
+        for argument in (prompt, "-"):
+            ended = run("generate", argument, mode, "--address", server.address)
+            assert (ended.code, ended.out) == (2, "")
+            assert "Invalid value for PROMPT: the prompt is empty" in ended.err
+
+    def test_blanks_are_a_raw_prompt(self, run: Run, server: InferenceServer) -> None:
+        assert run("generate", "\n", "--raw", "--address", server.address).out == "a b c\n"
+
+    def test_a_prompt_that_is_no_text(self, run: Run, server: InferenceServer, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff"), encoding="utf-8"))
+        ended = run("generate", "-", "--address", server.address)
+        assert ended.code == 2
+        assert "Invalid value for PROMPT: standard input is no text" in ended.err
+
+    @pytest.mark.parametrize("timeout", ["-1", "0", "nan", "inf", "1e+12"])
+    def test_a_timeout_that_is_none_is_a_usage_error(self, run: Run, server: InferenceServer, timeout: str) -> None:
+        ended = run("generate", "hello", "--address", server.address, "--timeout", timeout)
+        assert ended.code == 2
+        assert f"Invalid value for '--timeout': must be greater than 0 and at most 1e+09, is {timeout}" in ended.err
+
+    def test_a_timeout_that_passes(self, run: Run, server: InferenceServer) -> None:
+        ended = run("generate", "never", "--raw", "--address", server.address, "--timeout", "0.05")
+        assert ended.code == 1
+        assert ended.err == f"error: DEADLINE_EXCEEDED: no complete answer from {server.address} within 0.05 s\n"
+
     def test_a_number_out_of_range_is_a_usage_error(self, run: Run, server: InferenceServer) -> None:
         ended = run("generate", "hello", "--address", server.address, "--seed", "-1")
         assert ended.code == 2
@@ -130,6 +175,7 @@ class TestStatus:
         assert lines["iterations, GPU-only"] == "40"
         assert lines["iterations, asymmetric"] == "2"
         assert lines["tokens attended on the CPU"] == "1,234"
+        assert ended.err == "no GPU here: torch on the CPU plays the GPU, in a process of its own\n"
 
     def test_json(self, run: Run, server: InferenceServer) -> None:
         values = json.loads(run("status", "--address", server.address, "--json").out)
@@ -141,13 +187,25 @@ class TestStatus:
 class TestModel:
     def test_list_says_what_is_here(self, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        model = BUILTIN_MODELS["smollm2-135m-instruct"]
+        listed = BUILTIN_MODELS["smollm2-135m-instruct"]
         assert "not here: neoflex model fetch smollm2-135m-instruct" in run("model", "list").out
-        path = model.path(tmp_path / "neoflex")
+        path = listed.path(tmp_path / "neoflex")
         path.parent.mkdir(parents=True)
         with path.open("wb") as file:
-            file.truncate(model.size_bytes)
+            file.truncate(listed.size_bytes)
         assert path.name in run("model", "list").out
+
+    def test_the_path_is_whole_where_the_terminal_is_narrow(
+        self, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        monkeypatch.setattr(model.out, "_width", 80)
+        path = BUILTIN_MODELS["smollm2-135m-instruct"].path(tmp_path / "neoflex")
+        path.parent.mkdir(parents=True)
+        with path.open("wb") as file:
+            file.truncate(BUILTIN_MODELS["smollm2-135m-instruct"].size_bytes)
+        rows = [line.split("│") for line in run("model", "list").out.splitlines() if line.startswith("│")]
+        assert "".join(row[-2].strip() for row in rows) == str(path)
 
     def test_fetching_an_unknown_model(self, run: Run) -> None:
         ended = run("model", "fetch", "nope")
@@ -167,8 +225,8 @@ class TestUp:
     @pytest.mark.parametrize(
         ("text", "message"),
         [
-            ("[gpu]\nkv_byte = 3\n", r"gpu\.kv_byte: Extra inputs"),
-            ("gpu = 3\n", "gpu: Input should be a valid"),
+            ("[gpu]\nkv_byte = 3\n", r"neoflex\.toml: gpu\.kv_byte: unknown key$"),
+            ("gpu = 3\n", "gpu: must be a table of keys, is 3$"),
             ("[gpu\n", "not TOML"),
             (None, "No such file"),
         ],
@@ -181,10 +239,89 @@ class TestUp:
             effective_config(file, {("gpu", "kv_bytes"): "1MiB"})
 
     def test_bad_options_end_in_one_line(self, run: Run) -> None:
-        ended = run("up", "--mode", "fast")
+        ended = run("up", "--mode", "fast", "--host-kv-bytes", "lots")
         assert ended.code == 1
-        assert ended.err.startswith("error: options: planner.mode: Input should be 'auto', 'gpu_only' or 'asymmetric'")
+        assert ended.err == (
+            "error: --mode: must be 'auto', 'gpu_only' or 'asymmetric', is 'fast';"
+            " --host-kv-bytes: not a size such as 64MiB, is 'lots'\n"
+        )
         assert run("up", "./nowhere").err == "error: ./nowhere: no such file or directory\n"
+
+    def test_an_option_and_the_file_are_told_apart(self, tmp_path: Path) -> None:
+        file = tmp_path / "neoflex.toml"
+        file.write_text('[gpu]\nkv_bytes = "much"\nnum_threads = -1\n')
+        with pytest.raises(ConfigError) as caught:
+            effective_config(file, {("gpu", "kv_bytes"): "more"})
+        assert str(caught.value) == (
+            f"--gpu-kv-bytes: not a size such as 64MiB, is 'more'; "
+            f"{file}: gpu.num_threads: must be greater than or equal to 0, is -1"
+        )
+
+    @pytest.mark.parametrize("port", ["-1", "99999"])
+    def test_a_port_that_is_none_is_a_usage_error(self, run: Run, port: str) -> None:
+        ended = run("up", "--port", port)
+        assert ended.code == 2
+        assert f"Invalid value for '--port': must be from 0 to 65535, is {port}" in ended.err
+
+    def test_a_port_in_use_leaves_nothing_behind(self, tmp_path: Path) -> None:
+        model_file = tmp_path / "model.gguf"
+        model_file.write_bytes(b"GGUF")
+        temporary = tmp_path / "tmp"
+        temporary.mkdir()
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            address = f"127.0.0.1:{taken.getsockname()[1]}"
+            command = [sys.executable, "-m", "neoflex.cli", "up", str(model_file), "--port", address.split(":")[1]]
+            environment = {**own_environment(), "TMPDIR": str(temporary)}
+            ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        expected = (
+            f"error: cannot listen on {address}: Address already in use;"
+            " choose another port, or a free one with: neoflex up --port 0\n"
+        )
+        assert (ended.returncode, ended.stdout, ended.stderr) == (1, "", expected)
+        assert list(temporary.iterdir()) == []
+
+    def test_an_empty_cache_names_the_command_that_fills_it(
+        self, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        ended = run("up")
+        assert ended.code == 1
+        assert ended.err == (
+            f"error: smollm2-135m-instruct is not in {tmp_path}/neoflex; fetch it with:"
+            " neoflex model fetch smollm2-135m-instruct (93 MB)\n"
+        )
+
+    def test_help_says_the_defaults(self, run: Run) -> None:
+        text = run("up", "--help").out
+        defaults = {
+            "model": "smollm2-135m-instruct",
+            "--mode": "auto",
+            "--gpu-kv-bytes": "512.0 MiB",
+            "--host-kv-bytes": "1.0 GiB",
+            "--port": "50051",
+            "--max-batch-tokens": "512",
+            "--max-sequence-tokens": "the model's context length",
+        }
+        for option, default in defaults.items():
+            line = next(line for line in text.splitlines() if f" {option} " in line)
+            assert f"[default: ({default})]" in line
+        assert "other addresses, as planner.listen" in text
+
+    def test_a_log_line_is_printed_in_one_piece(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        written: list[str] = []
+
+        class Terminal(io.StringIO):
+            def write(self, text: str) -> int:
+                written.append(text)
+                return len(text)
+
+        monkeypatch.setattr(up, "err", Console(file=Terminal(), width=40, color_system=None, force_terminal=True))
+        paths = {"gpu_svc": tmp_path / "gpu_svc.log", "planner_svc": tmp_path / "planner_svc.log"}
+        follower = LogFollower(paths)
+        paths["gpu_svc"].write_text(f"[bold] :smile: {'x' * 60}\n")
+        paths["planner_svc"].write_text("listening\n")
+        up._print_logs(follower)
+        assert written == [f"     gpu_svc | [bold] :smile: {'x' * 60}\n", " planner_svc | listening\n"]
 
     def test_the_model_is_found_once_and_keeps_its_name(self, tmp_path: Path) -> None:
         path = tmp_path / "Model.Q4.gguf"
@@ -192,14 +329,50 @@ class TestUp:
         config = pin_model(effective_config(None, {("model", "source"): str(tmp_path)}))
         assert (config.model.source, config.model.name) == (str(path), tmp_path.name)
 
-    def test_a_temporary_run_directory_is_kept_only_after_a_failure(self) -> None:
+    def test_a_temporary_run_directory_is_kept_only_for_its_logs(self, capsys: pytest.CaptureFixture[str]) -> None:
         with run_directory(None) as directory:
             assert directory.stat().st_mode & 0o077 == 0
         assert not directory.exists()
-        with pytest.raises(ConfigError), run_directory(None) as kept:
-            raise ConfigError("broken")
-        assert kept.exists()
-        kept.rmdir()
+
+        def fail_after_writing(name: str) -> Path:
+            try:
+                with run_directory(None) as directory:
+                    (directory / name).touch()
+                    raise ConfigError("broken")
+            except ConfigError:
+                return directory
+
+        assert not fail_after_writing("config.toml").exists()
+        assert capsys.readouterr().err == ""
+        kept = fail_after_writing("gpu_svc.log")
+        assert (kept / "gpu_svc.log").exists()
+        assert capsys.readouterr().err == f"logs are kept in {kept}\n"
+        shutil.rmtree(kept)
+
+
+class TestCtrlC:
+    def test_while_it_imports(self) -> None:
+        script = """
+import os, signal, sys
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == "grpc":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+from neoflex.cli import main
+sys.argv[1:] = ["status"]
+main()
+"""
+        command = [sys.executable, "-c", script]
+        ended = subprocess.run(command, env=own_environment(), capture_output=True, text=True, check=False)
+        assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+
+    def test_while_it_runs(self, run: Run, server: InferenceServer, monkeypatch: pytest.MonkeyPatch) -> None:
+        def interrupt(client: Client) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(Client, "model_info", interrupt)
+        assert run("status", "--address", server.address) == Ended(130, "", "")
 
 
 def test_sizes_for_people() -> None:
@@ -214,7 +387,5 @@ def test_sizes_for_people() -> None:
 
 
 def test_services_do_not_pay_for_the_client() -> None:
-    import subprocess
-
     script = "import neoflex, sys; assert 'grpc' not in sys.modules; neoflex.Client; assert 'grpc' in sys.modules"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

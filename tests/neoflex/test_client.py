@@ -1,5 +1,6 @@
 """The blocking client over a real channel: what goes out, what comes back, how it fails, how it ends."""
 
+import socket
 import threading
 
 import pytest
@@ -97,6 +98,13 @@ def test_a_number_that_fits_no_field_is_named(client: Client) -> None:
         client.generate("hello", seed=-1)
 
 
+def test_a_misspelt_option_is_named(client: Client) -> None:
+    options = {"max_token": 3, "temprature": 0, "top_k": 1}
+    for call in (client.generate, client.stream):
+        with pytest.raises(TypeError, match=r"^unknown option: max_token, temprature; there are: ignore_eos, .*top_p$"):
+            call("hello", **options)  # type: ignore[arg-type]
+
+
 def test_a_stream(client: Client) -> None:
     with client.stream("hello", request_id="me", logprobs=1) as stream:
         assert (stream.request_id, stream.prompt_tokens, stream.finish, stream.usage) == ("me", None, None, None)
@@ -152,8 +160,11 @@ def test_a_stream_without_an_end_is_an_error(client: Client) -> None:
 
 
 def test_a_timeout(client: Client) -> None:
-    with pytest.raises(DeadlineExceededError):
+    words = f"^DEADLINE_EXCEEDED: no complete answer from {client.address} within 0.05 s$"
+    with pytest.raises(DeadlineExceededError, match=words):
         client.generate("never", timeout=0.05)
+    with pytest.raises(DeadlineExceededError, match=words):
+        list(client.stream("never", timeout=0.05))
 
 
 def test_nobody_there() -> None:
@@ -163,6 +174,14 @@ def test_nobody_there() -> None:
             client.model_info()
         with pytest.raises(DeadlineExceededError, match=r"unix:/nonexistent/socket was not ready within 0\.2 s"):
             client.wait_until_ready(0.2)
+
+
+def test_a_port_where_nobody_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    with Client(address) as client, pytest.raises(UnavailableError) as caught:
+        client.model_info()
+    assert str(caught.value) == f"UNAVAILABLE: nobody listens at {address}; start a server with: neoflex up"
 
 
 def test_waiting_until_ready(client: Client, server: InferenceServer) -> None:

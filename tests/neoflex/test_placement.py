@@ -30,6 +30,14 @@ def test_an_address_of_another_host_is_refused(tmp_path: Path) -> None:
         place(parse({"planner": {"listen": "192.0.2.1:50051"}}, "test"), tmp_path)
 
 
+@pytest.mark.parametrize("port", ["-1", "99999", "http"])
+def test_a_port_that_is_none_is_refused(port: str, tmp_path: Path) -> None:
+    config = Config()
+    planner = config.planner.model_copy(update={"listen": f"127.0.0.1:{port}"})  # Unchecked by Config.
+    with pytest.raises(AddressInUseError, match=rf":{port}: the port must be from 0 to 65535$"):
+        place(config.model_copy(update={"planner": planner}), tmp_path)
+
+
 @pytest.mark.parametrize(("num_bytes", "fits"), [(107, True), (108, False)])
 def test_sockets_need_a_short_path(num_bytes: int, fits: bool) -> None:
     directory = "/" + "ü" * ((num_bytes - len("//cpu_attn.sock")) // 2)

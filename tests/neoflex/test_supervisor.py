@@ -16,7 +16,8 @@ from support.stacks import is_running, stand_in_stack, until
 
 from neoflex.logs import last_lines
 from neoflex.processes import RestartPolicy
-from neoflex.supervisor import LocalStack, StackError
+from neoflex.supervisor import DRAIN_S, REQUESTS_END_S, LocalStack, StackError
+from planner_svc.__main__ import DRAIN_GRACE_S
 from svc_common import config
 
 NOT_AGAIN = RestartPolicy(max_restarts=2, first_backoff_s=0.01, max_backoff_s=0.01)
@@ -165,8 +166,12 @@ def test_an_address_in_use_is_said_before_anything_starts(bench: Bench) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         bench.listen = f"127.0.0.1:{taken.getsockname()[1]}"
         stack = bench.stack()
-        with pytest.raises(StackError, match=f"cannot listen on {bench.listen}: .*in use"):
+        with pytest.raises(StackError) as caught:
             stack.start()
+        assert str(caught.value) == (
+            f"cannot listen on {bench.listen}: Address already in use;"
+            " choose another port, or a free one with: neoflex up --port 0"
+        )
         assert stack.pids == {}
     stack.start()  # The failed start left no lock behind.
 
@@ -196,7 +201,15 @@ def test_up_drains_on_the_first_signal(bench: Bench, number: signal.Signals) -> 
         supervisor.kill()
     assert {line for line in bench.notes() if line.endswith("stopped")} == {f"{name} stopped" for name in SERVICES}
     assert not any(is_running(pid) for pid in pids)
-    assert "gpu_svc | hello from gpu_svc" in output(bench)
+    lines = output(bench).splitlines()
+    assert "     gpu_svc | hello from gpu_svc" in lines
+    assert lines[0] == "starting the services (they load the model and measure this machine) ..."
+    assert "stopping: running requests have 30 s to end; a second Ctrl-C stops at once" in lines
+
+
+def test_up_promises_the_time_that_the_planner_gives() -> None:
+    assert REQUESTS_END_S == DRAIN_GRACE_S
+    assert DRAIN_S > DRAIN_GRACE_S
 
 
 def test_up_kills_on_the_second_signal(bench: Bench) -> None:

@@ -14,22 +14,26 @@ GIB = 2**30
 @pytest.mark.parametrize(
     ("values", "complaint"),
     [
-        ({"bogus": {}}, "bogus: "),
-        ({"planner": {"bogus": 1}}, "planner.bogus: "),
-        ({"planner": 3}, "planner: "),
-        ({"planner": {"mode": "fast"}}, "planner.mode: "),
-        ({"planner": {"max_batch_tokens": 15}}, "planner.max_batch_tokens: "),
+        ({"bogus": {}}, "test: bogus: unknown key"),
+        ({"planner": {"bogus": 1}}, "planner.bogus: unknown key"),
+        ({"planner": 3}, "planner: must be a table of keys, is 3"),
+        ({"planner": {"mode": "fast"}}, "planner.mode: must be 'auto', 'gpu_only' or 'asymmetric', is 'fast'"),
+        ({"planner": {"max_batch_tokens": 15}}, "max_batch_tokens: must be greater than or equal to 16, is 15"),
+        ({"planner": {"max_batch_tokens": "x"}}, "planner.max_batch_tokens: must be a valid integer, "),
         ({"kv": {"block_tokens": 0}}, "kv.block_tokens: "),
         ({"kv": {"block_tokens": 257}}, "kv.block_tokens: "),
-        ({"gpu": {"kv_bytes": -5}}, "gpu.kv_bytes: "),
-        ({"gpu": {"kv_bytes": "12 foo"}}, "gpu.kv_bytes: "),
-        ({"gpu": {"kv_bytes": True}}, "gpu.kv_bytes: "),
+        ({"gpu": {"kv_bytes": -5}}, "gpu.kv_bytes: not a size such as 64MiB, is -5"),
+        ({"gpu": {"kv_bytes": "12 foo"}}, "gpu.kv_bytes: not a size such as 64MiB, is '12 foo'"),
+        ({"gpu": {"kv_bytes": "lots"}}, "gpu.kv_bytes: not a size such as 64MiB, is 'lots'"),
+        ({"gpu": {"kv_bytes": "1,5GiB"}}, "gpu.kv_bytes: not a size such as 64MiB, is '1,5GiB'"),
+        ({"gpu": {"kv_bytes": "1 GiB or so"}}, "gpu.kv_bytes: not a size such as 64MiB, is '1 GiB or so'"),
+        ({"gpu": {"kv_bytes": True}}, "gpu.kv_bytes: not a size such as 64MiB, is True"),
         ({"cpu_attn": {"kv_bytes": "99999999999TB"}}, "cpu_attn.kv_bytes: "),
         ({"planner": {"listen": ""}}, "planner.listen: "),
         ({"gpu": {"listen": "localhost"}}, """gpu.listen: must be "host:port" or "unix:path", is 'localhost'"""),
         ({"gpu": {"listen": "unix:"}}, "gpu.listen: "),
-        ({"cpu_attn": {"listen": "127.0.0.1:65536"}}, "cpu_attn.listen: "),
-        ({"gpu": {"kv_bytes": 0}, "cpu_attn": {"kv_bytes": 0}}, "gpu.kv_bytes and cpu_attn.kv_bytes are both 0"),
+        ({"cpu_attn": {"listen": "127.0.0.1:65536"}}, "listen: the port must be from 0 to 65535, is 65536"),
+        ({"gpu": {"kv_bytes": 0}, "cpu_attn": {"kv_bytes": 0}}, "test: gpu.kv_bytes and cpu_attn.kv_bytes are both 0"),
         ({"planner": {"mode": "asymmetric"}, "cpu_attn": {"kv_bytes": 0}}, '"asymmetric" needs cpu_attn.kv_bytes'),
         ({"planner": {"mode": "gpu_only"}, "gpu": {"kv_bytes": 0}}, '"gpu_only" needs gpu.kv_bytes'),
     ],
@@ -37,6 +41,11 @@ GIB = 2**30
 def test_mistakes(values: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(complaint)):
         parse(values, "test")
+
+
+def test_what_was_typed_is_named_as_it_was_typed() -> None:
+    with pytest.raises(ConfigError, match=r"^--mode: must be .*, is 'fast'; test: planner\.bogus: unknown key$"):
+        parse({"planner": {"mode": "fast", "bogus": 1}}, "test", {"planner.mode": "--mode"})
 
 
 def test_sizes_and_addresses() -> None:
