@@ -14,8 +14,8 @@ from torch import Tensor
 from gpu_svc.attention import AttentionBackend, DecodeAttention, PrefillAttention
 from gpu_svc.host_tier import CpuWork
 from gpu_svc.kv_cache import KvShape, token_rows
-from gpu_svc.plan import SubBatch, Tier
 from gpu_svc.sequences import SequenceTable, Slots
+from svc_common.plan import SubBatch, Tier
 
 
 @dataclass(frozen=True, slots=True)

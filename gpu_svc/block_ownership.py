@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from gpu_svc.plan import Int32Array, InvalidPlanError, Tier
+from gpu_svc.limits import Int32Array, InvalidPlanError
+from svc_common.plan import Tier
 
 
 class BlockOwnership:

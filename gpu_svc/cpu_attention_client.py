@@ -8,8 +8,8 @@ import grpc
 from gpu_svc.dtypes import dtype_name
 from gpu_svc.host_tier import HostTier
 from gpu_svc.kv_cache import KvShape
+from gpu_svc.limits import Limits
 from gpu_svc.model.decoder import Decoder
-from gpu_svc.plan import Limits
 from neoflex.v1 import cpu_attention_pb2 as pb
 from neoflex.v1 import cpu_attention_pb2_grpc
 from svc_common.grpc_server import CHANNEL_OPTIONS

@@ -9,12 +9,13 @@ from gpu_svc.attention import TorchAttention
 from gpu_svc.batch import Batch, BatchBuilder
 from gpu_svc.host_tier import HostTier
 from gpu_svc.kv_cache import GpuKvCache, copy_blocks
+from gpu_svc.limits import InvalidPlanError, Limits
 from gpu_svc.model.decoder import Decoder
 from gpu_svc.pipeline import Stage, outputs, run_layers
-from gpu_svc.plan import InvalidPlanError, IterationPlan, IterationResult, Limits, Timings, TokenLogprobs
 from gpu_svc.profiler import Profiler
 from gpu_svc.sampling import sample
 from gpu_svc.sequences import BlockMoves, Moves, SequenceTable
+from svc_common.plan import IterationPlan, IterationResult, Timings, TokenLogprobs
 from svc_common.tensor_plane import PeerLostError
 
 
@@ -103,19 +104,19 @@ class Epoch:
         cpu_attention_ns = self.host.finish().compute_ns if self.host is not None and cpu_work else 0
         return stages, cpu_attention_ns
 
-    def _sample(self, stages: list[Stage]) -> tuple[tuple[tuple[int, int], ...], tuple[TokenLogprobs, ...], int]:
+    def _sample(self, stages: list[Stage]) -> tuple[tuple[tuple[int, int], ...], dict[int, TokenLogprobs], int]:
         """Tokens by sequence id, log-probabilities, and nanoseconds of head and sampling."""
         start_ns = time.perf_counter_ns()
         slots = np.concatenate([np.zeros(0, np.int64), *(stage.batch.output_slots for stage in stages)])
         if not len(slots):
-            return (), (), 0
+            return (), {}, 0
         logits = self._decoder.logits(outputs(stages))
         tokens, logprobs = sample(logits, self.table.sampling_rows(slots))
         self.table.take_tokens(slots, tokens)
         ids = self.table.sequence_ids[slots].tolist()
         return (
             tuple(zip(ids, tokens.tolist(), strict=True)),
-            tuple(TokenLogprobs(ids[row.row], row.chosen, row.top) for row in logprobs),
+            {ids[row.row]: TokenLogprobs(row.chosen, row.top) for row in logprobs},
             time.perf_counter_ns() - start_ns,
         )
 

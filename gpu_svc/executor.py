@@ -9,9 +9,10 @@ import torch
 from gpu_svc.epoch import Epoch
 from gpu_svc.host_tier import HostTier
 from gpu_svc.kv_cache import GpuKvCache, KvShape
+from gpu_svc.limits import InvalidPlanError, Limits
 from gpu_svc.model.decoder import Decoder
-from gpu_svc.plan import ErrorKind, InvalidPlanError, IterationPlan, IterationResult, Limits, Tier
 from gpu_svc.profiler import Tables
+from svc_common.plan import ExecutionError, IterationPlan, IterationResult, Tier
 from svc_common.tensor_plane import PlaneError
 
 logger = logging.getLogger(__name__)
@@ -80,24 +81,24 @@ class Executor:
         start_ns = time.perf_counter_ns()
         epoch = self._epoch
         if epoch is None or plan.epoch != epoch.number:
-            return _failure(plan.epoch, plan.iteration, ErrorKind.STALE, f"epoch {plan.epoch} is not open")
+            return _failure(plan.epoch, plan.iteration, ExecutionError.STALE, f"epoch {plan.epoch} is not open")
         try:
             result = epoch.run(plan)
         except InvalidPlanError as error:
-            return self.fail(plan.epoch, plan.iteration, ErrorKind.INVALID_PLAN, str(error))
+            return self.fail(plan.epoch, plan.iteration, ExecutionError.INVALID_PLAN, str(error))
         except PlaneError as error:
-            return self.fail(plan.epoch, plan.iteration, ErrorKind.CPU_ATTENTION_LOST, str(error))
+            return self.fail(plan.epoch, plan.iteration, ExecutionError.CPU_ATTENTION_LOST, str(error))
         except Exception as error:
             logger.exception("iteration %d failed", plan.iteration)
-            return self.fail(plan.epoch, plan.iteration, ErrorKind.DEVICE, f"{type(error).__name__}: {error}")
+            return self.fail(plan.epoch, plan.iteration, ExecutionError.DEVICE, f"{type(error).__name__}: {error}")
         end_ns = time.perf_counter_ns()
         idle_ns, self._last_end_ns = start_ns - self._last_end_ns, end_ns
         return replace(result, timings=replace(result.timings, total_ns=end_ns - start_ns, idle_ns=idle_ns))
 
-    def fail(self, epoch: int, iteration: int, kind: ErrorKind, message: str) -> IterationResult:
+    def fail(self, epoch: int, iteration: int, kind: ExecutionError, message: str) -> IterationResult:
         """Ends the epoch; closing the plane also ends what the CPU attention service still waits for."""
         if self._epoch is None or self._epoch.number != epoch:
-            return _failure(epoch, iteration, ErrorKind.STALE, f"epoch {epoch} is not open")
+            return _failure(epoch, iteration, ExecutionError.STALE, f"epoch {epoch} is not open")
         logger.error("epoch %d ends at iteration %d: %s: %s", epoch, iteration, kind.value, message)
         self.close_epoch()
         return _failure(epoch, iteration, kind, message)
@@ -119,5 +120,5 @@ class Executor:
         )
 
 
-def _failure(epoch: int, iteration: int, kind: ErrorKind, message: str) -> IterationResult:
+def _failure(epoch: int, iteration: int, kind: ExecutionError, message: str) -> IterationResult:
     return IterationResult(epoch, iteration, error=kind, error_message=message)

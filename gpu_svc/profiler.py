@@ -19,11 +19,12 @@ from gpu_svc.attention import AttentionBackend, DecodeAttention
 from gpu_svc.batch import BatchBuilder
 from gpu_svc.host_tier import CpuWork, HostTier
 from gpu_svc.kv_cache import GpuKvCache, copy_blocks
+from gpu_svc.limits import Int32Array, Limits
 from gpu_svc.model.decoder import Decoder
 from gpu_svc.pipeline import Stage
-from gpu_svc.plan import Int32Array, IterationPlan, Limits, Mode, NewSequence, SubBatch, Tier
 from gpu_svc.sampling import SamplingRows, sample
 from gpu_svc.sequences import SequenceTable
+from svc_common.plan import IterationPlan, Mode, NewSequence, SubBatch, Tier
 
 # A point is repeated until it has cost this much, but at least _MIN_RUNS and at most _MAX_RUNS times.
 _POINT_S = 0.02
@@ -190,10 +191,7 @@ class Profiler:
             0,
             self.decoder.spec.vocab_size,
         )
-        new = tuple(
-            NewSequence(i, np.zeros(1, np.int32), Tier.GPU, np.array([2 * i, 2 * i + 1], np.int32))
-            for i in range(num_sequences)
-        )
+        new = tuple(NewSequence(i, (0,), Tier.GPU, (2 * i, 2 * i + 1)) for i in range(num_sequences))
         table.apply(IterationPlan(1, 1, Mode.GPU_ONLY, new_sequences=new))
         table.computed_tokens[:] = 1
         builder = BatchBuilder(table, self.backend, self.cache.shape, self.decoder.device)

@@ -10,20 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpu_svc.block_ownership import BlockOwnership
-from gpu_svc.plan import (
-    Int32Array,
-    InvalidPlanError,
-    IterationPlan,
-    Limits,
-    Mode,
-    NewBlocks,
-    NewSequence,
-    PrefillChunk,
-    SubBatch,
-    Swap,
-    Tier,
-)
+from gpu_svc.limits import Int32Array, InvalidPlanError, Limits
 from gpu_svc.sampling import SamplingRows
+from svc_common.plan import IterationPlan, Mode, NewBlocks, NewSequence, PrefillChunk, SubBatch, Swap, Tier
 
 Slots = NDArray[np.int64]
 
@@ -119,13 +108,14 @@ class SequenceTable:
             raise InvalidPlanError(
                 f"sequence {new.sequence_id} has {len(new.token_ids)} tokens; 1 to {self._limits.max_sequence_tokens}"
             )
-        if int(new.token_ids.min()) < 0 or int(new.token_ids.max()) >= self._vocab_size:
+        token_ids = np.array(new.token_ids, np.int32)
+        if int(token_ids.min()) < 0 or int(token_ids.max()) >= self._vocab_size:
             raise InvalidPlanError(f"sequence {new.sequence_id} has token ids outside the vocabulary")
         slot = self._free_slots.pop()
         self.slot_of[new.sequence_id] = slot
         self.sequence_ids[slot] = new.sequence_id
-        self.prompts[slot] = new.token_ids
-        self.prompt_tokens[slot] = len(new.token_ids)
+        self.prompts[slot] = token_ids
+        self.prompt_tokens[slot] = len(token_ids)
         self.computed_tokens[slot] = 0
         self.tier[slot] = new.tier.value
         self.num_blocks[slot] = 0
@@ -137,10 +127,10 @@ class SequenceTable:
         sampling.seed[slot] = new.sampling.seed
         sampling.draw[slot] = new.num_generated_tokens
         sampling.num_logprobs[slot] = new.sampling.num_logprobs
-        self._add_blocks(slot, new.sequence_id, new.blocks)
+        self._add_blocks(slot, new.sequence_id, np.array(new.blocks, np.int32))
 
     def _append_blocks(self, more: NewBlocks) -> None:
-        self._add_blocks(self._slot(more.sequence_id), more.sequence_id, more.blocks)
+        self._add_blocks(self._slot(more.sequence_id), more.sequence_id, np.array(more.blocks, np.int32))
 
     def _add_blocks(self, slot: int, sequence_id: int, blocks: Int32Array) -> None:
         self.owned[Tier(self.tier[slot])].claim(blocks, sequence_id)
@@ -172,8 +162,9 @@ class SequenceTable:
             filled = self._filled_blocks(slot)
             if len(swap.blocks) < filled:
                 raise InvalidPlanError(f"sequence {swap.sequence_id} moves {filled} blocks into {len(swap.blocks)}")
-            self._add_blocks(slot, swap.sequence_id, swap.blocks)
-            pairs[swap.target].append((source[:filled], swap.blocks[:filled]))
+            target = np.array(swap.blocks, np.int32)
+            self._add_blocks(slot, swap.sequence_id, target)
+            pairs[swap.target].append((source[:filled], target[:filled]))
         moves = Moves(to_host=_joined(pairs[Tier.HOST]), to_gpu=_joined(pairs[Tier.GPU]))
         reused = np.intersect1d(moves.to_host.target, moves.to_gpu.source)
         if len(reused):

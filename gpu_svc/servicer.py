@@ -14,11 +14,12 @@ from gpu_svc.cpu_attention_client import CpuAttentionUnavailableError, attach_ho
 from gpu_svc.dtypes import dtype_name
 from gpu_svc.executor import Executor
 from gpu_svc.host_tier import HostTier
-from gpu_svc.plan import ErrorKind, InvalidPlanError, IterationResult, Limits
+from gpu_svc.limits import InvalidPlanError, Limits
 from gpu_svc.wire import plan_from_pb, result_to_pb, status_to_pb, tables_to_pb
 from neoflex.v1 import executor_pb2 as pb
 from neoflex.v1 import executor_pb2_grpc
 from svc_common.errors import FieldViolation, failed_precondition, invalid_arguments
+from svc_common.plan import ExecutionError, IterationResult
 from svc_common.tensor_plane import PlaneError
 
 # One runs and one waits; a planner that sends more is held back by the stream.
@@ -127,7 +128,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         try:
             plan = plan_from_pb(message)
         except InvalidPlanError as error:
-            return self._executor.fail(message.epoch, message.iteration, ErrorKind.INVALID_PLAN, str(error))
+            return self._executor.fail(message.epoch, message.iteration, ExecutionError.INVALID_PLAN, str(error))
         return self._executor.run(plan)
 
     async def GetExecutorStatus(

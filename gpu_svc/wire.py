@@ -1,14 +1,11 @@
 """Turns protobuf messages of ExecutorService into values and back. Checks form only; the state is the executor's."""
 
-from collections.abc import Iterable
-
-import numpy as np
-
 from gpu_svc.executor import Status
-from gpu_svc.plan import (
-    ErrorKind,
-    Int32Array,
-    InvalidPlanError,
+from gpu_svc.limits import InvalidPlanError
+from gpu_svc.profiler import Tables
+from neoflex.v1 import executor_pb2 as pb
+from svc_common.plan import (
+    ExecutionError,
     IterationPlan,
     IterationResult,
     Mode,
@@ -20,17 +17,15 @@ from gpu_svc.plan import (
     Swap,
     Tier,
 )
-from gpu_svc.profiler import Tables
-from neoflex.v1 import executor_pb2 as pb
 
 _MODES = {pb.EXECUTION_MODE_GPU_ONLY: Mode.GPU_ONLY, pb.EXECUTION_MODE_ASYMMETRIC: Mode.ASYMMETRIC}
 _TIERS = {pb.TIER_GPU: Tier.GPU, pb.TIER_HOST: Tier.HOST}
 _ERRORS = {
     None: pb.EXECUTION_ERROR_UNSPECIFIED,
-    ErrorKind.CPU_ATTENTION_LOST: pb.EXECUTION_ERROR_CPU_ATTENTION_LOST,
-    ErrorKind.STALE: pb.EXECUTION_ERROR_STALE,
-    ErrorKind.INVALID_PLAN: pb.EXECUTION_ERROR_INVALID_PLAN,
-    ErrorKind.DEVICE: pb.EXECUTION_ERROR_DEVICE,
+    ExecutionError.CPU_ATTENTION_LOST: pb.EXECUTION_ERROR_CPU_ATTENTION_LOST,
+    ExecutionError.STALE: pb.EXECUTION_ERROR_STALE,
+    ExecutionError.INVALID_PLAN: pb.EXECUTION_ERROR_INVALID_PLAN,
+    ExecutionError.DEVICE: pb.EXECUTION_ERROR_DEVICE,
 }
 
 
@@ -44,8 +39,8 @@ def plan_from_pb(plan: pb.IterationPlan) -> IterationPlan:
         mode=_MODES[plan.mode],
         released=tuple(plan.released_sequence_ids),
         new_sequences=tuple(map(_new_sequence, plan.new_sequences)),
-        swaps=tuple(Swap(swap.sequence_id, _tier(swap.target), _int32s(swap.blocks)) for swap in plan.swaps),
-        new_blocks=tuple(NewBlocks(more.sequence_id, _int32s(more.blocks)) for more in plan.new_blocks),
+        swaps=tuple(Swap(swap.sequence_id, _tier(swap.target), tuple(swap.blocks)) for swap in plan.swaps),
+        new_blocks=tuple(NewBlocks(more.sequence_id, tuple(more.blocks)) for more in plan.new_blocks),
         sub_batches=tuple(map(_sub_batch, plan.sub_batches)),
         host_blocks_used=plan.host_blocks_used,
     )
@@ -55,9 +50,9 @@ def _new_sequence(new: pb.NewSequence) -> NewSequence:
     sampling = new.sampling
     return NewSequence(
         sequence_id=new.sequence_id,
-        token_ids=_int32s(new.token_ids),
+        token_ids=tuple(new.token_ids),
         tier=_tier(new.tier),
-        blocks=_int32s(new.blocks),
+        blocks=tuple(new.blocks),
         sampling=Sampling(
             temperature=sampling.temperature,
             top_k=sampling.top_k,
@@ -84,10 +79,6 @@ def _tier(value: pb.Tier) -> Tier:
     return _TIERS[value]
 
 
-def _int32s(values: Iterable[int]) -> Int32Array:
-    return np.array(values, np.int32)
-
-
 def result_to_pb(result: IterationResult) -> pb.IterationResult:
     timings = result.timings
     return pb.IterationResult(
@@ -97,12 +88,12 @@ def result_to_pb(result: IterationResult) -> pb.IterationResult:
         token_ids=[token for _, token in result.tokens],
         logprobs=[
             pb.SequenceLogprobs(
-                sequence_id=row.sequence_id,
+                sequence_id=sequence_id,
                 chosen=row.chosen,
                 top_token_ids=[token for token, _ in row.top],
                 top_logprobs=[value for _, value in row.top],
             )
-            for row in result.logprobs
+            for sequence_id, row in result.logprobs.items()
         ],
         timings=pb.IterationTimings(
             total_ns=timings.total_ns,

@@ -3,7 +3,7 @@
 from collections import deque
 from dataclasses import dataclass
 
-from planner_svc.plan import IterationResult
+from svc_common.plan import IterationResult
 
 _MIN_RETRY_S, _MAX_RETRY_S = 0.1, 30.0
 

@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from planner_svc.counters import Counters, FinishRate, Load
 from planner_svc.estimator import Estimator
 from planner_svc.generation import EndReason, Generation, GenerationRequest
-from planner_svc.plan import IterationPlan, IterationResult
 from planner_svc.scheduler import (
     AdmissionError,
     AdmissionReason,
@@ -24,6 +23,7 @@ from planner_svc.scheduler import Counters as SchedulerCounters
 from planner_svc.scheduler.admission import largest_tier_tokens
 from svc_common.errors import ServiceError, already_exists, invalid_argument, resource_exhausted, unavailable
 from svc_common.model.tokenizer import Tokenizer
+from svc_common.plan import IterationPlan, IterationResult
 
 STALLED_AFTER_S = 30.0
 """Longer than any iteration plausibly takes."""

@@ -8,8 +8,8 @@ import grpc
 from neoflex.v1 import cpu_attention_pb2, cpu_attention_pb2_grpc, executor_pb2, executor_pb2_grpc
 from planner_svc import wire
 from planner_svc.estimator import OperationTables
-from planner_svc.plan import IterationPlan, IterationResult
 from svc_common.grpc_server import CHANNEL_OPTIONS
+from svc_common.plan import IterationPlan, IterationResult
 
 _OPTIONS = [
     *CHANNEL_OPTIONS,

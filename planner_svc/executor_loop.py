@@ -21,9 +21,9 @@ from planner_svc.executor_client import (
     Placement,
     PlanStream,
 )
-from planner_svc.plan import ExecutionError, IterationResult
 from planner_svc.scheduler import Capacity, TokenEvent
 from svc_common.errors import unavailable
+from svc_common.plan import ExecutionError, IterationResult
 
 PLANS_AHEAD = 2
 """One runs, one waits."""

@@ -5,10 +5,10 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from enum import Enum
 
-from planner_svc.plan import Sampling, TokenLogprobs
 from planner_svc.text import AnswerText
 from svc_common.errors import ServiceError
 from svc_common.model.tokenizer import Tokenizer
+from svc_common.plan import Sampling, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ import uuid
 from dataclasses import dataclass
 
 from neoflex.v1 import inference_pb2 as pb
-from planner_svc.plan import Sampling
 from svc_common.errors import FieldViolation, ServiceError, invalid_argument, invalid_arguments
+from svc_common.plan import Sampling
 
 MAX_REQUEST_ID_CHARACTERS = 128
 MAX_TEMPERATURE = 100.0

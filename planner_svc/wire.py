@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from neoflex.v1 import executor_pb2 as pb
 from planner_svc.estimator import DecodePoint, LinearPoint, OperationTables, PrefillPoint
-from planner_svc.plan import (
+from svc_common.plan import (
     ExecutionError,
     IterationPlan,
     IterationResult,

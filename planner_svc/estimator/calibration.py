@@ -1,6 +1,6 @@
 """Corrects predictions by what iterations really took; fed by the scheduler from each result."""
 
-from planner_svc.plan import Mode
+from svc_common.plan import Mode
 
 _WEIGHT = 0.1
 """Of the newest ratio in the moving average: about the last ten iterations count."""

@@ -2,9 +2,9 @@
 
 from enum import Enum
 
-from planner_svc.plan import Tier
 from planner_svc.scheduler.limits import Capacity, ModePolicy
 from planner_svc.scheduler.sequence import SequenceRequest
+from svc_common.plan import Tier
 
 
 class AdmissionReason(Enum):

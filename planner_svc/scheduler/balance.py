@@ -4,9 +4,9 @@ NEO (MLSys 2025), section 4: attention on the CPU is hidden while cpu1 <= lin0 +
 """
 
 from planner_svc.estimator import Estimator
-from planner_svc.plan import Tier
 from planner_svc.scheduler.batch import Batch, Chunk, context_tokens
 from planner_svc.scheduler.sequence import Sequence
+from svc_common.plan import Tier
 
 MAX_PASSED_OVER = 8
 """Plans in a row in which balance may pass a sequence over; then it runs whatever that costs."""

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 
 from planner_svc.estimator import SubBatchLoad
-from planner_svc.plan import Mode, PrefillChunk, SubBatch, Tier
 from planner_svc.scheduler.sequence import Sequence, State
+from svc_common.plan import Mode, PrefillChunk, SubBatch, Tier
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from planner_svc.plan import TokenLogprobs
+from svc_common.plan import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)

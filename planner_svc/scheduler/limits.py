@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from planner_svc.plan import Tier
+from svc_common.plan import Tier
 
 ModePolicy = Literal["auto", "gpu_only", "asymmetric"]
 """As PlannerConfig.mode: chosen each iteration, or forced."""

@@ -6,12 +6,12 @@ one thus always progresses, and no two can evict one another for ever.
 
 from dataclasses import dataclass, field
 
-from planner_svc.plan import Tier
 from planner_svc.scheduler.events import Tally
 from planner_svc.scheduler.limits import Capacity, ModePolicy
 from planner_svc.scheduler.residency import Residency
 from planner_svc.scheduler.sequence import Sequence, State
 from planner_svc.scheduler.waiting import WaitingQueue
+from svc_common.plan import Tier
 
 _MARGIN = 0.05
 """Share of a tier that neither admission nor swapping in may fill."""

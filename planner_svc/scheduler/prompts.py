@@ -1,11 +1,11 @@
 """Which prompt chunks an iteration may compute, and where new prompts would go. Changes nothing."""
 
-from planner_svc.plan import Tier
 from planner_svc.scheduler.batch import Chunk
 from planner_svc.scheduler.limits import Capacity
 from planner_svc.scheduler.placement import Placement
 from planner_svc.scheduler.residency import Residency
 from planner_svc.scheduler.waiting import WaitingQueue
+from svc_common.plan import Tier
 
 
 def propose(

@@ -4,10 +4,10 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from planner_svc.plan import NewBlocks, NewSequence, Swap, Tier
 from planner_svc.scheduler.blocks import BlockAllocator
 from planner_svc.scheduler.limits import Capacity
 from planner_svc.scheduler.sequence import Sequence, State
+from svc_common.plan import NewBlocks, NewSequence, Swap, Tier
 
 _arrival = attrgetter("sequence_id")
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from planner_svc.estimator import Calibration, Estimator
-from planner_svc.plan import IterationPlan, IterationResult, Mode, Tier
 from planner_svc.scheduler.admission import AdmissionError, AdmissionReason, check
 from planner_svc.scheduler.batch import Batch
 from planner_svc.scheduler.decision import decide
@@ -16,6 +15,7 @@ from planner_svc.scheduler.prompts import propose
 from planner_svc.scheduler.residency import Residency
 from planner_svc.scheduler.sequence import Sequence, SequenceRequest, State
 from planner_svc.scheduler.waiting import WaitingQueue
+from svc_common.plan import IterationPlan, IterationResult, Mode, Tier
 
 MAX_UNAPPLIED = 2
 """One plan runs, one waits."""

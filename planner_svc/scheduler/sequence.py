@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
-from planner_svc.plan import Sampling, Tier
+from svc_common.plan import Sampling, Tier
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ from gpu_svc.cpu_attention_client import attach_host_tier, region_shape
 from gpu_svc.executor import Executor
 from gpu_svc.host_tier import HostTier
 from gpu_svc.kv_cache import KvShape
+from gpu_svc.limits import Limits
 from gpu_svc.model.decoder import Decoder
-from gpu_svc.plan import Limits
 from svc_common.model.store import ModelFiles, resolve
 
 MakeDriver = Callable[..., Driver]

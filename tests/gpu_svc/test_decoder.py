@@ -13,8 +13,8 @@ from support.reference import Reference, Verdict, load_transformers
 from gpu_svc.model.checkpoint import CheckpointError, open_model
 from gpu_svc.model.decoder import Decoder
 from gpu_svc.model.load import load_weights
-from gpu_svc.plan import SubBatch
 from svc_common.model.store import ModelFiles
+from svc_common.plan import SubBatch
 
 CPU = torch.device("cpu")
 PROMPT = [(i * 37 + 11) % 257 for i in range(75)]

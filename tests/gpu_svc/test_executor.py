@@ -9,11 +9,12 @@ import pytest
 import torch
 from support.gpu import BLOCK_TOKENS, Driver, load_decoder
 
+from gpu_svc.limits import Limits
 from gpu_svc.model.decoder import Decoder
-from gpu_svc.plan import (
-    ErrorKind,
+from svc_common.model.store import ModelFiles
+from svc_common.plan import (
+    ExecutionError,
     IterationPlan,
-    Limits,
     Mode,
     NewBlocks,
     NewSequence,
@@ -23,7 +24,6 @@ from gpu_svc.plan import (
     Swap,
     Tier,
 )
-from svc_common.model.store import ModelFiles
 
 MakeDriver = Callable[..., Driver]
 PROMPT = list(range(10, 19))  # 9 tokens, 3 blocks
@@ -93,10 +93,10 @@ def test_invalid_plans_end_the_epoch(case: str, decoder: Decoder, make_driver: M
         result = driver.executor.run(plan)
     else:
         result = driver.try_run(*sub_batches, **changes)
-    assert result.error is ErrorKind.INVALID_PLAN
+    assert result.error is ExecutionError.INVALID_PLAN
     assert message in result.error_message
     assert result.tokens == ()
-    assert driver.try_run().error is ErrorKind.STALE
+    assert driver.try_run().error is ExecutionError.STALE
 
 
 def test_cpu_decodes_in_a_gpu_only_iteration_are_refused(decoder: Decoder, make_driver: MakeDriver) -> None:
@@ -109,10 +109,10 @@ def test_cpu_decodes_in_a_gpu_only_iteration_are_refused(decoder: Decoder, make_
 def test_plans_come_in_order_and_of_this_epoch(decoder: Decoder, make_driver: MakeDriver) -> None:
     driver = make_driver(decoder)
     stale = driver.executor.run(IterationPlan(7, 1, Mode.GPU_ONLY))
-    assert (stale.error, stale.error_message) == (ErrorKind.STALE, "epoch 7 is not open")
+    assert (stale.error, stale.error_message) == (ExecutionError.STALE, "epoch 7 is not open")
     driver.run()  # The stale plan changed nothing.
     skipped = driver.executor.run(IterationPlan(1, 3, Mode.GPU_ONLY))
-    assert (skipped.error, skipped.error_message) == (ErrorKind.INVALID_PLAN, "iteration 3 follows 1")
+    assert (skipped.error, skipped.error_message) == (ExecutionError.INVALID_PLAN, "iteration 3 follows 1")
 
 
 def test_too_many_sequences(decoder: Decoder, make_driver: MakeDriver) -> None:
@@ -183,8 +183,8 @@ def test_logprobs_come_with_the_tokens_that_asked(decoder: Decoder, make_driver:
     driver.prefill(1, PROMPT, sampling=Sampling(num_logprobs=3))
     driver.prefill(2, PROMPT)
     result = driver.run(SubBatch(gpu_decodes=(2, 1)))
-    (row,) = result.logprobs
-    assert row.sequence_id == 1
+    assert list(result.logprobs) == [1]
+    row = result.logprobs[1]
     assert row.top[0] == (dict(result.tokens)[1], row.chosen)
     assert len(row.top) == 3
 
@@ -193,9 +193,9 @@ def test_nan_is_an_error_of_the_device(decoder: Decoder, make_driver: MakeDriver
     broken = Decoder(decoder.spec, replace(decoder.weights, final_norm=decoder.weights.final_norm * torch.nan))
     driver = make_driver(broken)
     result = driver.try_run(whole(1), new_sequences=(new(1, 0, 1, 2),))
-    assert result.error is ErrorKind.DEVICE
+    assert result.error is ExecutionError.DEVICE
     assert "not finite" in result.error_message
-    assert driver.try_run().error is ErrorKind.STALE
+    assert driver.try_run().error is ExecutionError.STALE
 
 
 def test_a_plan_may_do_nothing(decoder: Decoder, make_driver: MakeDriver) -> None:

@@ -9,8 +9,8 @@ import torch
 from support.gpu import BLOCK_TOKENS, Driver, load_decoder
 from support.reference import Reference, Verdict
 
-from gpu_svc.plan import ErrorKind, NewSequence, PrefillChunk, SubBatch, Swap, Tier
 from svc_common.model.store import ModelFiles
+from svc_common.plan import ExecutionError, NewSequence, PrefillChunk, SubBatch, Swap, Tier
 
 MakeDriver = Callable[..., Driver]
 GetFiles = Callable[[str], ModelFiles]
@@ -175,9 +175,9 @@ def test_a_killed_service_ends_the_epoch(
     assert driver.executor.status().cpu_attention_attached
     service.kill()
     result = driver.try_run(SubBatch(cpu_decodes=(1,)))
-    assert result.error is ErrorKind.CPU_ATTENTION_LOST
+    assert result.error is ExecutionError.CPU_ATTENTION_LOST
     assert "gone" in result.error_message
-    assert driver.try_run().error is ErrorKind.STALE
+    assert driver.try_run().error is ExecutionError.STALE
     status = driver.executor.status()
     assert not status.cpu_attention_attached
     assert (status.num_sequences, status.host_blocks_used, status.gpu_kv_bytes) == (0, 0, 0)
@@ -203,4 +203,4 @@ def test_a_service_that_dies_amid_an_iteration_is_noticed(
         begin(*arguments)
 
     monkeypatch.setattr(epoch.host, "begin", begin_then_kill)
-    assert driver.try_run(SubBatch(cpu_decodes=(1,))).error is ErrorKind.CPU_ATTENTION_LOST
+    assert driver.try_run(SubBatch(cpu_decodes=(1,))).error is ExecutionError.CPU_ATTENTION_LOST

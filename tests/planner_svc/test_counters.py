@@ -3,7 +3,7 @@
 import pytest
 
 from planner_svc.counters import Counters, FinishRate
-from planner_svc.plan import IterationResult, Timings
+from svc_common.plan import IterationResult, Timings
 
 
 def test_results_are_summed() -> None:

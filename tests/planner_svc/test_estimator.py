@@ -14,7 +14,7 @@ from planner_svc.estimator import (
     TableEstimator,
 )
 from planner_svc.estimator.interpolation import Curve, Surface
-from planner_svc.plan import Mode
+from svc_common.plan import Mode
 
 SECONDS = st.floats(0, 1e3, allow_nan=False)
 QUANTITY = st.integers(1, 200)

@@ -6,8 +6,8 @@ import pytest
 from support.planner_rig import TOKENIZER
 
 from planner_svc.generation import Delta, EndReason, Finished, Generation, GenerationRequest, Position
-from planner_svc.plan import Sampling, TokenLogprobs
 from svc_common.errors import ServiceError, unavailable
+from svc_common.plan import Sampling, TokenLogprobs
 
 A, B, C = (TOKENIZER.encode(letter)[0] for letter in "abc")
 

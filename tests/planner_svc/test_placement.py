@@ -2,13 +2,13 @@
 
 from support.planning import make_capacity
 
-from planner_svc.plan import Sampling, Tier
 from planner_svc.scheduler import SequenceRequest
 from planner_svc.scheduler.events import Tally
 from planner_svc.scheduler.placement import Placement
 from planner_svc.scheduler.residency import Residency
 from planner_svc.scheduler.sequence import Sequence
 from planner_svc.scheduler.waiting import WaitingQueue
+from svc_common.plan import Sampling, Tier
 
 CAPACITY = make_capacity(8, 20, block_tokens=1)
 

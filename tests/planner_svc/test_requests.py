@@ -8,9 +8,9 @@ from google.protobuf.duration_pb2 import Duration
 
 from neoflex.v1 import inference_pb2 as pb
 from planner_svc import requests
-from planner_svc.plan import Sampling
 from planner_svc.requests import ChatPrompt, Limits, TextPrompt, TokenPrompt
 from svc_common.errors import ServiceError
+from svc_common.plan import Sampling
 
 LIMITS = Limits(vocab_size=100, max_sequence_tokens=50, max_text_bytes=400)
 

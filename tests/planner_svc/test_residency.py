@@ -2,10 +2,10 @@
 
 from support.planning import make_capacity
 
-from planner_svc.plan import NewBlocks, Sampling, Swap, Tier
 from planner_svc.scheduler import SequenceRequest
 from planner_svc.scheduler.residency import Residency
 from planner_svc.scheduler.sequence import Sequence, State
+from svc_common.plan import NewBlocks, Sampling, Swap, Tier
 
 
 def admitted(residency: Residency, sequence_id: int, num_tokens: int, tier: Tier) -> Sequence:

@@ -3,7 +3,16 @@
 import pytest
 from support.planning import Loop, expected_tokens, make_capacity, make_estimator
 
-from planner_svc.plan import (
+from planner_svc.scheduler import (
+    AdmissionError,
+    AdmissionReason,
+    Applied,
+    Counters,
+    Scheduler,
+    SequenceRequest,
+    TokenEvent,
+)
+from svc_common.plan import (
     ExecutionError,
     IterationPlan,
     IterationResult,
@@ -16,15 +25,6 @@ from planner_svc.plan import (
     Swap,
     Tier,
     TokenLogprobs,
-)
-from planner_svc.scheduler import (
-    AdmissionError,
-    AdmissionReason,
-    Applied,
-    Counters,
-    Scheduler,
-    SequenceRequest,
-    TokenEvent,
 )
 
 FREE_CPU = make_estimator(cpu_token_s=1e-9)

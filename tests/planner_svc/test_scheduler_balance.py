@@ -3,13 +3,13 @@
 from support.planning import Loop, make_capacity
 
 from planner_svc.estimator import Calibration, DecodePoint, LinearPoint, OperationTables, TableEstimator
-from planner_svc.plan import Mode, Sampling, Tier
 from planner_svc.scheduler import SequenceRequest
 from planner_svc.scheduler.balance import MAX_PASSED_OVER, Balance
 from planner_svc.scheduler.batch import Batch, Chunk
 from planner_svc.scheduler.decision import decide
 from planner_svc.scheduler.placement import Decodes
 from planner_svc.scheduler.sequence import Sequence, State
+from svc_common.plan import Mode, Sampling, Tier
 
 
 def make_tables(*, linear_s=1e-3, knee=100, cpu_token_s=1e-5, gpu_token_s=1e-6) -> TableEstimator:

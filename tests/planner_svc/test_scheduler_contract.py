@@ -4,11 +4,11 @@ import pytest
 from support.loads import run_load
 from support.planning import NUM_TOKEN_IDS, FakeExecutor
 
-from gpu_svc.plan import Limits
+from gpu_svc.limits import Limits
 from gpu_svc.sequences import SequenceTable
 from gpu_svc.wire import plan_from_pb
-from planner_svc.plan import IterationPlan, IterationResult
 from planner_svc.wire import plan_to_message
+from svc_common.plan import IterationPlan, IterationResult
 
 
 class BothExecutors(FakeExecutor):

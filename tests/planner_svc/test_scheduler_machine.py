@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.planning import NUM_TOKEN_IDS, FakeExecutor, expected_tokens, make_estimator
 
-from planner_svc.plan import IterationPlan, IterationResult, Sampling, Tier
 from planner_svc.scheduler import AdmissionError, Capacity, Scheduler, SequenceRequest
+from svc_common.plan import IterationPlan, IterationResult, Sampling, Tier
 
 CAPACITIES = st.builds(
     Capacity,

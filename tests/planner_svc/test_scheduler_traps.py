@@ -5,8 +5,8 @@ from collections import Counter
 import pytest
 from support.planning import Loop, make_capacity, make_estimator
 
-from planner_svc.plan import Tier
 from planner_svc.scheduler.balance import MAX_PASSED_OVER
+from svc_common.plan import Tier
 
 SLOW_CPU = make_estimator(cpu_token_s=1e-2)
 POLICIES = ("auto", "gpu_only", "asymmetric")

@@ -2,7 +2,8 @@ import pytest
 
 from neoflex.v1 import executor_pb2 as pb
 from planner_svc.estimator import DecodePoint, LinearPoint, OperationTables, PrefillPoint
-from planner_svc.plan import (
+from planner_svc.wire import plan_to_message, result_from_message, tables_from_message
+from svc_common.plan import (
     ExecutionError,
     IterationPlan,
     IterationResult,
@@ -17,7 +18,6 @@ from planner_svc.plan import (
     Timings,
     TokenLogprobs,
 )
-from planner_svc.wire import plan_to_message, result_from_message, tables_from_message
 
 
 def test_every_field_of_a_plan_arrives():

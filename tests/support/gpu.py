@@ -9,21 +9,12 @@ import torch
 
 from gpu_svc.executor import Executor
 from gpu_svc.host_tier import HostTier
+from gpu_svc.limits import Limits
 from gpu_svc.model.checkpoint import open_model
 from gpu_svc.model.decoder import Decoder
 from gpu_svc.model.load import load_weights
-from gpu_svc.plan import (
-    IterationPlan,
-    IterationResult,
-    Limits,
-    Mode,
-    NewSequence,
-    PrefillChunk,
-    Sampling,
-    SubBatch,
-    Tier,
-)
 from svc_common.model.store import ModelFiles
+from svc_common.plan import IterationPlan, IterationResult, Mode, NewSequence, PrefillChunk, Sampling, SubBatch, Tier
 
 CPU = torch.device("cpu")
 BLOCK_TOKENS = 4

@@ -5,7 +5,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from planner_svc.estimator import DecodePoint, Estimator, LinearPoint, OperationTables, PrefillPoint, TableEstimator
-from planner_svc.plan import (
+from planner_svc.scheduler import Capacity, ModePolicy, Scheduler, SequenceRequest, TokenEvent
+from svc_common.plan import (
     IterationPlan,
     IterationResult,
     Mode,
@@ -15,7 +16,6 @@ from planner_svc.plan import (
     Timings,
     TokenLogprobs,
 )
-from planner_svc.scheduler import Capacity, ModePolicy, Scheduler, SequenceRequest, TokenEvent
 
 
 def make_capacity(

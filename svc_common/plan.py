@@ -1,6 +1,7 @@
 """What passes between planner and executor, as values: IterationPlan down, IterationResult up.
 
-`wire.py` converts both to and from their protobuf messages; nothing else in the scheduler's reach knows protobuf.
+Meanings are those of executor.proto. Each service's `wire.py` converts its direction to and from protobuf; nothing else
+in the reach of scheduler or pipeline knows protobuf.
 """
 
 from dataclasses import dataclass, field
@@ -17,8 +18,8 @@ class Mode(Enum):
 class Tier(Enum):
     """Where a sequence's KV lies."""
 
-    GPU = "gpu"
-    HOST = "host"
+    GPU = 0
+    HOST = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +40,8 @@ class NewSequence:
     token_ids: tuple[int, ...]
     tier: Tier
     blocks: tuple[int, ...]
-    sampling: Sampling
-    num_generated_tokens: int
+    sampling: Sampling = Sampling()
+    num_generated_tokens: int = 0
     """How many of token_ids were generated: not 0 after a recomputation."""
 
 
@@ -94,7 +95,7 @@ class IterationPlan:
     sub_batches: tuple[SubBatch, ...] = ()
     host_blocks_used: int = 0
     predicted_s: float = 0.0
-    """The estimator's word on how long it takes."""
+    """The estimator's word on how long it takes; stays with the planner."""
 
 
 @dataclass(frozen=True, slots=True)
