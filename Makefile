@@ -42,7 +42,7 @@ unit: $(VENV)/.dev model ## Tests of one module each
 	$(BIN)/pytest tests --ignore tests/integration
 
 integration: $(VENV)/.dev model ## Tests with the real services and the real model
-	$(BIN)/pytest tests/integration
+	$(BIN)/pytest tests/integration -rP
 
 format: $(VENV)/.dev ## Rewrite the source in the project's style
 	$(BIN)/ruff check --fix $(SOURCES)
