@@ -26,7 +26,6 @@ from pydantic_core import ErrorDetails
 MAX_PORT = 65535
 _SIZE = re.compile(r"\s*\d*\.?\d+\s*[a-zA-Z]*\s*")
 
-DType = Literal["fp32", "bf16", "fp16"]
 Mode = Literal["auto", "gpu_only", "asymmetric"]
 
 

@@ -80,11 +80,6 @@ def unavailable(reason: str, text: str, retry_after_s: float | None = None) -> S
     return ServiceError(grpc.StatusCode.UNAVAILABLE, reason, text, retry_after_s=retry_after_s)
 
 
-def not_found(reason: str, text: str) -> ServiceError:
-    """What the request names does not exist."""
-    return ServiceError(grpc.StatusCode.NOT_FOUND, reason, text)
-
-
 def already_exists(reason: str, text: str) -> ServiceError:
     """What the request would create is there already."""
     return ServiceError(grpc.StatusCode.ALREADY_EXISTS, reason, text)
@@ -93,11 +88,6 @@ def already_exists(reason: str, text: str) -> ServiceError:
 def failed_precondition(reason: str, text: str) -> ServiceError:
     """The service is not in a state in which this call makes sense."""
     return ServiceError(grpc.StatusCode.FAILED_PRECONDITION, reason, text)
-
-
-def deadline_exceeded(text: str = "the call's deadline has passed") -> ServiceError:
-    """The caller's own deadline passed before the end."""
-    return ServiceError(grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", text)
 
 
 def _internal() -> ServiceError:

@@ -131,10 +131,8 @@ async def test_exhaustion_names_the_quota_and_the_delay() -> None:
 @pytest.mark.parametrize(
     ("failure", "code", "reason"),
     [
-        (errors.not_found("NO_MODEL", "x"), grpc.StatusCode.NOT_FOUND, "NO_MODEL"),
         (errors.already_exists("DUPLICATE", "x"), grpc.StatusCode.ALREADY_EXISTS, "DUPLICATE"),
         (errors.failed_precondition("NO_REGION", "x"), grpc.StatusCode.FAILED_PRECONDITION, "NO_REGION"),
-        (errors.deadline_exceeded(), grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"),
         (errors.unavailable("LOADING", "x", 2.0), grpc.StatusCode.UNAVAILABLE, "LOADING"),
     ],
 )
