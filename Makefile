@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PACKAGES := neoflex svc_common planner_svc gpu_svc cpu_attn_svc
 SOURCES := $(PACKAGES) tests benchmarks
 BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints.txt \
-	$(shell find proto svc_common cpu_attn_svc \( -name '*.proto' -o -name '*.cc' -o -name '*.h' -o -name CMakeLists.txt \) 2>/dev/null)
+	$(shell find proto svc_common cpu_attn_svc \( -name '*.proto' -o -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt \) 2>/dev/null)
 
 .PHONY: help demo test lint types imports protos format model unit integration bench-serve clean
 .DEFAULT_GOAL := help
@@ -52,7 +52,7 @@ bench-serve: $(VENV)/.dev model ## Throughput and latency, beside transformers
 	$(BIN)/python benchmarks/serve.py
 
 clean: ## Remove what was built
-	rm -rf build $(VENV) neoflex/v1 svc_common/tensor_plane/*.so cpu_attn_svc/*.so
+	rm -rf build $(VENV) neoflex/v1 $(addsuffix /*.so,svc_common/tensor_plane svc_common/cpu_kernels cpu_attn_svc)
 
 $(VENV)/.python:
 	@sh tools/check_machine.sh "$(PYTHON)"

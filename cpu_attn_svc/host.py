@@ -6,9 +6,9 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from cpu_attn_svc import _attention
 from cpu_attn_svc.session import RegionSession
 from svc_common.config import ConfigError, CpuAttnConfig
+from svc_common.cpu_kernels import ThreadPool, choose_instruction_set
 from svc_common.memory import check_fits_memory, usable_memory_bytes
 from svc_common.tensor_plane import RegionShape, Segment, remove_stale_segments
 
@@ -60,7 +60,7 @@ class AttentionHost:
         if config.kv_bytes == 0:
             raise ConfigError("cpu_attn.kv_bytes is 0: there is nothing to serve")
         try:
-            self.instruction_set = _attention.choose_instruction_set(config.instruction_set)
+            self.instruction_set = choose_instruction_set(config.instruction_set)
         except ValueError as error:
             raise ConfigError(f"cpu_attn.instruction_set: {error}") from error
         _check_segment_dir(config.segment_dir, config.kv_bytes)
@@ -69,7 +69,7 @@ class AttentionHost:
         """Never more than there are cores: one thread too many costs more than it brings."""
         if config.num_threads > self.max_threads:
             logger.warning("cpu_attn.num_threads is %d, at most %d run here", config.num_threads, self.max_threads)
-        self._threads = _attention.ThreadPool(min(config.num_threads, self.max_threads))
+        self._threads = ThreadPool(min(config.num_threads, self.max_threads))
         self._config = config
         self._session: RegionSession | None = None
         removed = remove_stale_segments(config.segment_dir)

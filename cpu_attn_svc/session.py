@@ -6,6 +6,7 @@ import threading
 import zmq
 
 from cpu_attn_svc import _attention
+from svc_common.cpu_kernels import ThreadPool
 from svc_common.tensor_plane import PlaneError, Report, Segment
 from svc_common.tensor_plane.messages import Descriptor, WorkError, WorkReport, decode_descriptor, encode_report
 
@@ -20,7 +21,7 @@ logger = logging.getLogger(__name__)
 class RegionSession:
     """Serves one executor until that ends, or until `close`. Its memory is freed when the session ends."""
 
-    def __init__(self, segment: Segment, instruction_set: str, threads: _attention.ThreadPool) -> None:
+    def __init__(self, segment: Segment, instruction_set: str, threads: ThreadPool) -> None:
         """Listens at the segment's endpoint. Raises PlaneError."""
         region = segment.region
         self.epoch = region.epoch

@@ -23,24 +23,6 @@ void require(bool holds, const std::string& what) {
 
 }  // namespace
 
-void check_decodes(const DecodeBatch& batch, const Shape& shape, std::int32_t num_blocks) {
-    require(batch.num_sequences >= 1 && batch.num_sequences <= shape.max_sequences,
-            std::to_string(batch.num_sequences) + " sequences in a sub-batch, allowed are 1 to " +
-                std::to_string(shape.max_sequences));
-    for (std::int32_t s = 0; s < batch.num_sequences; ++s) {
-        const std::int32_t context = batch.context_tokens[s];
-        const std::int32_t needed = context < 1 ? 0 : (context - 1) / shape.block_tokens + 1;
-        require(needed >= 1 && needed <= batch.stride,
-                "sequence " + std::to_string(s) + ": context of " + std::to_string(context) +
-                    " tokens beside a table of " + std::to_string(batch.stride) + " blocks");
-        const std::int32_t* blocks = batch.block_tables + static_cast<std::size_t>(s) * batch.stride;
-        for (std::int32_t b = 0; b < needed; ++b)
-            require(blocks[b] >= 0 && blocks[b] < num_blocks,
-                    "sequence " + std::to_string(s) + ": block " + std::to_string(blocks[b]) + " of " +
-                        std::to_string(num_blocks));
-    }
-}
-
 Worker::Worker(Region& region, const Kernel& kernel, ThreadPool& threads)
     : region_(region),
       attention_(kernel, heads_of(region.shape()), kernel_shape_of(region.shape()), threads),

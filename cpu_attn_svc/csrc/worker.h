@@ -27,9 +27,6 @@ struct Interrupted : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-// Throws PlaneError where a number is out of range.
-void check_decodes(const DecodeBatch& batch, const Shape& shape, std::int32_t num_blocks);
-
 class Worker {
   public:
     // Region and threads must outlive the worker. Of workers that share threads one runs at a time.

@@ -11,8 +11,9 @@ import psutil
 import pytest
 from support.cpu_attention import Service
 from support.cpu_decodes import SHAPE, TIMEOUT_S, Decodes
+from support.processes import mapped_bytes, private_bytes
 
-from cpu_attn_svc import _attention
+from svc_common.cpu_kernels import runnable_instruction_sets
 from svc_common.tensor_plane import CpuSubBatch, PeerLostError, TensorPlane
 
 EXECUTOR = """
@@ -55,8 +56,7 @@ def test_an_executor_that_closes_frees_its_region(service: Service) -> None:
 def test_memory_stays_within_the_configured_bytes(start_service: Callable[..., Service]) -> None:
     kv_bytes = 48 * 2**20
     service = start_service(kv_bytes=kv_bytes).wait_ready()
-    process = psutil.Process(service.process.pid)
-    before = process.memory_info()
+    private_before = private_bytes(service.process.pid)
     opened = service.open(1, SHAPE)
     status = service.status()
     assert kv_bytes - SHAPE.block_bytes < status.pool_bytes <= kv_bytes
@@ -74,9 +74,8 @@ def test_memory_stays_within_the_configured_bytes(start_service: Callable[..., S
         plane.submit(0)
         plane.wait(0, TIMEOUT_S)
     plane.finish(TIMEOUT_S)
-    after = process.memory_info()
-    assert 0.9 * kv_bytes < after.shared - before.shared <= opened.region_bytes + 2**20
-    assert after.rss - before.rss <= opened.region_bytes + 8 * 2**20
+    assert 0.9 * kv_bytes < mapped_bytes(service.process.pid, opened.path) <= opened.region_bytes
+    assert private_bytes(service.process.pid) - private_before <= 8 * 2**20
     plane.close()
 
 
@@ -132,7 +131,7 @@ def test_a_kill_leaves_nothing_once_attached_and_the_next_start_removes_the_rest
     ],
 )
 def test_what_cannot_be_had_ends_the_start(tmp_path: Path, section: dict[str, object], message: str) -> None:
-    if section.get("instruction_set") in _attention.runnable_instruction_sets():
+    if section.get("instruction_set") in runnable_instruction_sets():
         pytest.skip("this machine has it")
     config = tmp_path / "config.toml"
     config.write_text("[cpu_attn]\n" + "\n".join(f"{key} = {value!r}" for key, value in section.items()))

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "kernel.h"
+#include "layout.h"
 #include "thread_pool.h"
 
 namespace neoflex {
@@ -33,6 +34,9 @@ struct LayerTensors {
     const std::byte* v;  // like k
     std::byte* out;      // like q
 };
+
+// Throws PlaneError where a number is out of range.
+void check_decodes(const DecodeBatch& batch, const Shape& shape, std::int32_t num_blocks);
 
 KernelShape make_kernel_shape(const HeadCounts& heads, std::int32_t head_dim, std::int32_t block_tokens,
                               DType kv_dtype, DType exchange_dtype, float softmax_scale);

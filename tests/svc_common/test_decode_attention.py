@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cpu_attention import TOLERANCE, Array, attention, decode, encode
 
-from cpu_attn_svc import _attention
+from svc_common import cpu_kernels
 from svc_common.tensor_plane import PlaneError
 
-INSTRUCTION_SETS = _attention.runnable_instruction_sets()
+INSTRUCTION_SETS = cpu_kernels.runnable_instruction_sets()
 DTYPES = ["fp32", "fp16", "bf16"]
 
 
@@ -48,7 +48,7 @@ def run_and_compare(case: Case, context_tokens: list[int], instruction_set: str,
     q_values = random.standard_normal((len(context), case.num_q_heads, case.head_dim)) * 2
     q = encode(q_values, case.exchange_dtype)
     scale = case.scale or case.head_dim**-0.5
-    out = _attention.decode_attention(q, pool, tables, context, scale, case.window, instruction_set, num_threads)
+    out = cpu_kernels.decode_attention(q, pool, tables, context, scale, case.window, instruction_set, num_threads)
     assert out.dtype == q.dtype
     want = attention(decode(q), decode(pool), tables, context, scale, case.window)
     np.testing.assert_allclose(decode(out), want, rtol=0, atol=TOLERANCE[case.exchange_dtype])
@@ -107,7 +107,7 @@ def test_a_token_that_is_seen_alone_is_returned(instruction_set: str) -> None:
     pool[0, 1, 0, 0] = np.arange(16)
     q = np.full((1, 3, 16), 100.0, np.float32)
     tables, context = np.zeros((1, 1), np.int32), np.ones(1, np.int32)
-    out = _attention.decode_attention(q, pool, tables, context, 1.0, 0, instruction_set, 1)
+    out = cpu_kernels.decode_attention(q, pool, tables, context, 1.0, 0, instruction_set, 1)
     assert out.tolist() == [[list(range(16))] * 3]
 
 
@@ -129,7 +129,7 @@ def test_random_shapes(data: st.DataObject) -> None:
 
 
 def call(q: Array, pool: Array, tables: Array, context: Array, name: str = "auto", threads: int = 1) -> Array:
-    return _attention.decode_attention(q, pool, tables, context, 1.0, 0, name, threads)
+    return cpu_kernels.decode_attention(q, pool, tables, context, 1.0, 0, name, threads)
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -160,5 +160,5 @@ def test_what_does_not_fit_is_refused() -> None:
 
 def test_auto_is_the_fastest() -> None:
     assert INSTRUCTION_SETS[0] == "scalar"
-    assert _attention.choose_instruction_set("auto") == INSTRUCTION_SETS[-1]
-    assert _attention.choose_instruction_set("scalar") == "scalar"
+    assert cpu_kernels.choose_instruction_set("auto") == INSTRUCTION_SETS[-1]
+    assert cpu_kernels.choose_instruction_set("scalar") == "scalar"
