@@ -14,7 +14,7 @@ HeadCounts heads_of(const Shape& shape) { return {shape.num_q_heads, shape.num_k
 
 KernelShape kernel_shape_of(const Shape& shape) {
     return make_kernel_shape(heads_of(shape), shape.head_dim, shape.block_tokens, shape.kv_dtype, shape.exchange_dtype,
-                             shape.softmax_scale);
+                             shape.softmax_scale, no_softcap);
 }
 
 void require(bool holds, const std::string& what) {
@@ -48,8 +48,9 @@ IterationTimes Worker::run(const std::vector<SubBatch>& sub_batches) {
             wait_for_submit(batch, layer);
             const auto submitted = Clock::now();
             std::byte* slot = region_.slot(batch.slot);
-            attention_.run(plans[i], {region_.pool_layer(layer), slot + at.slot_q, slot + at.slot_k, slot + at.slot_v,
-                                      slot + at.slot_out});
+            const auto q_stride = static_cast<std::size_t>(heads_.num_q_heads) * kernel_shape_.head_dim;
+            attention_.run(plans[i], {region_.pool_layer(layer), slot + at.slot_q, q_stride, slot + at.slot_k,
+                                      slot + at.slot_v, slot + at.slot_out});
             region_.control().completed[batch.slot].ring(batch.first_submit + layer + 1);
             const auto completed = Clock::now();
             times.wait_ns += to_ns(submitted - start);

@@ -1,10 +1,29 @@
 """What runs on the CPU at its full speed: kernels in C++, compiled once per instruction set, and their threads."""
 
 from svc_common.cpu_kernels._kernels import (
+    NO_SOFTCAP,
+    Attention,
+    DecodeWork,
+    PrefillWork,
     ThreadPool,
     choose_instruction_set,
-    decode_attention,
+    compiled_instruction_sets,
+    fma_peak,
+    read_ceiling,
     runnable_instruction_sets,
+    write_kv,
 )
 
-__all__ = ["ThreadPool", "choose_instruction_set", "decode_attention", "runnable_instruction_sets"]
+__all__ = [
+    "NO_SOFTCAP",
+    "Attention",
+    "DecodeWork",
+    "PrefillWork",
+    "ThreadPool",
+    "choose_instruction_set",
+    "compiled_instruction_sets",
+    "fma_peak",
+    "read_ceiling",
+    "runnable_instruction_sets",
+    "write_kv",
+]

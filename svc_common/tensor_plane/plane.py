@@ -39,7 +39,7 @@ class TensorPlane:
     """
 
     pool: Array
-    """[num_layers, num_blocks, 2 (K, V), num_kv_heads, block_tokens, head_dim]; bf16 as uint16."""
+    """[num_layers, num_blocks, 2 (K, V), num_kv_heads, block_tokens * head_dim] as csrc/layout.h says; bf16 as uint16."""
     num_blocks: int
 
     def __init__(self, region: _plane.Region, socket: zmq.Socket[bytes], shape: RegionShape) -> None:
@@ -54,7 +54,7 @@ class TensorPlane:
             memory,
             region.pool_offset,
             numpy_dtype(shape.kv_dtype),
-            (shape.num_layers, region.num_blocks, 2, shape.num_kv_heads, shape.block_tokens, shape.head_dim),
+            (shape.num_layers, region.num_blocks, 2, shape.num_kv_heads, shape.block_tokens * shape.head_dim),
         )
         self._slots = [_slot_views(memory, region.slot_offsets(slot), shape) for slot in range(_plane.NUM_SLOTS)]
 

@@ -37,18 +37,51 @@ def decode(array: Array) -> npt.NDArray[np.float64]:
     return array.astype(np.float64)
 
 
+def to_blocks(values: Array, dtype: str) -> Array:
+    """Values [..., 2, num_kv_heads, block_tokens, head_dim] as a pool holds them, the last two axes as one."""
+    encoded = encode(values, dtype)
+    keys, values = encoded[..., 0, :, :, :], encoded[..., 1, :, :, :]
+    *outer, block_tokens, head_dim = keys.shape
+    paired = head_dim // 2 * 2 if dtype == "bf16" else 0
+    pairs = keys[..., :paired].reshape(*outer, block_tokens, -1, 2).swapaxes(-3, -2)
+    keys = np.concatenate(
+        [pairs.reshape(*outer, -1), keys[..., paired:].swapaxes(-2, -1).reshape(*outer, -1)], axis=-1
+    )
+    return np.stack([keys, values.reshape(*outer, -1)], axis=-3)
+
+
+def from_blocks(pool: Array, head_dim: int) -> npt.NDArray[np.float64]:
+    """The values of `to_blocks`."""
+    keys, values = decode(pool[..., 0, :, :]), decode(pool[..., 1, :, :])
+    *outer, size = keys.shape
+    block_tokens = size // head_dim
+    paired = head_dim // 2 * 2 if pool.dtype == np.uint16 else 0
+    pairs = keys[..., : paired * block_tokens].reshape(*outer, -1, block_tokens, 2).swapaxes(-3, -2)
+    single = keys[..., paired * block_tokens :].reshape(*outer, -1, block_tokens).swapaxes(-2, -1)
+    keys = np.concatenate([pairs.reshape(*outer, block_tokens, -1), single], axis=-1)
+    return np.stack([keys, values.reshape(*outer, block_tokens, head_dim)], axis=-4)
+
+
 def attention(
-    q: Array, pool_layer: Array, tables: Array, context_tokens: Array, scale: float, window: int
+    q: Array,
+    layer: Array,
+    tables: Array,
+    context_tokens: Array,
+    scale: float,
+    window: int,
+    softcap: float = 0.0,
 ) -> npt.NDArray[np.float64]:
-    """[n, num_q_heads, head_dim] of values as `decode` gives them, by the formula."""
-    block_tokens, num_kv_heads = pool_layer.shape[3], pool_layer.shape[2]
+    """[n, num_q_heads, head_dim] by the formula; `layer` as `from_blocks` gives it."""
+    block_tokens, num_kv_heads = layer.shape[3], layer.shape[2]
     group = q.shape[1] // num_kv_heads
     out = np.empty(q.shape)
     for i, context in enumerate(context_tokens):
         positions = np.arange(max(0, context - window) if window else 0, context)
-        rows = pool_layer[tables[i][positions // block_tokens], :, :, positions % block_tokens]
+        rows = layer[tables[i][positions // block_tokens], :, :, positions % block_tokens]
         for head in range(q.shape[1]):
             scores = rows[:, 0, head // group] @ q[i, head] * scale
+            if softcap:
+                scores = softcap * np.tanh(scores / softcap)
             weights = np.exp(scores - scores.max())
             out[i, head] = weights @ rows[:, 1, head // group] / weights.sum()
     return out

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from support.cpu_attention import TOLERANCE, attention, decode, encode
+from support.cpu_attention import TOLERANCE, attention, decode, encode, from_blocks, to_blocks
 from svc_common.tensor_plane import CpuSubBatch, RegionShape, Report, TensorPlane
 
 SHAPE = RegionShape(
@@ -33,8 +33,9 @@ class Decodes:
         tables = blocks.reshape(-1, stride)
         self.tables = [tables[: num_sequences[0]], tables[num_sequences[0] :]]
         self.contexts = [self.random.integers(0, 10, n).astype(np.int32) for n in num_sequences]
-        plane.pool[:] = encode(self.random.standard_normal(plane.pool.shape), shape.kv_dtype)
-        self.pool = decode(plane.pool)
+        by_token = (*plane.pool.shape[:-1], shape.block_tokens, shape.head_dim)
+        plane.pool[:] = to_blocks(self.random.standard_normal(by_token), shape.kv_dtype)
+        self.pool = from_blocks(plane.pool, shape.head_dim)
 
     def submit(self, slot: int) -> tuple[int, np.ndarray]:  # type: ignore[type-arg]
         """Fills the slot for one layer; returns what is needed to compare."""
@@ -74,5 +75,6 @@ class Decodes:
                 self.plane.wait(slot, TIMEOUT_S)
                 self.check(slot, layer, sent[slot])
         report = self.plane.finish(TIMEOUT_S)
-        np.testing.assert_array_equal(decode(self.plane.pool), self.pool, "nothing else was written")
+        pool = from_blocks(self.plane.pool, self.shape.head_dim)
+        np.testing.assert_array_equal(pool, self.pool, "nothing else was written")
         return report

@@ -1,4 +1,4 @@
-"""Each kernel that runs here against the formula in float64."""
+"""Each kernel against the formula in float64: decode attention."""
 
 from dataclasses import dataclass
 
@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.cpu_attention import TOLERANCE, Array, attention, decode, encode
+from support.cpu_attention import TOLERANCE, Array, attention, decode, encode, from_blocks, to_blocks
+from support.kernels import EACH_INSTRUCTION_SET, RUNNABLE
 
-from svc_common import cpu_kernels
+from svc_common.cpu_kernels import Attention, DecodeWork, ThreadPool, choose_instruction_set
 from svc_common.tensor_plane import PlaneError
 
-INSTRUCTION_SETS = cpu_kernels.runnable_instruction_sets()
 DTYPES = ["fp32", "fp16", "bf16"]
 
 
@@ -22,61 +22,98 @@ class Case:
     head_dim: int = 64
     block_tokens: int = 16
     window: int = 0
+    softcap: float = 0.0
     kv_dtype: str = "fp32"
     exchange_dtype: str = "fp32"
     scale: float | None = None
 
+    @property
+    def softmax_scale(self) -> float:
+        return self.scale or self.head_dim**-0.5
 
-def run_and_compare(case: Case, context_tokens: list[int], instruction_set: str, num_threads: int, seed: int) -> None:
-    """Poisons whatever is not to be read: unused blocks, and unused tails of used ones."""
+    def attention(self, instruction_set: str, num_threads: int) -> Attention:
+        return Attention(
+            num_q_heads=self.num_q_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            block_tokens=self.block_tokens,
+            kv_dtype=self.kv_dtype,
+            exchange_dtype=self.exchange_dtype,
+            softmax_scale=self.softmax_scale,
+            sliding_window=self.window,
+            softcap=self.softcap,
+            instruction_set=instruction_set,
+            threads=ThreadPool(num_threads),
+        )
+
+
+def fill(case: Case, context_tokens: list[int], seed: int) -> tuple[Array, Array, Array, Array]:
+    """q, layer, tables, context; poison in whatever is not to be read: unused blocks, unused tails of used ones."""
     random = np.random.default_rng(seed)
     context = np.array(context_tokens, np.int32)
     num_blocks = -(-context // case.block_tokens)
-    stride = int(num_blocks.max())
     ids = random.permutation(int(num_blocks.sum()) + 3).astype(np.int32)
-    tables = np.full((len(context), stride), -1, np.int32)
-    shape = (len(ids), 2, case.num_kv_heads, case.block_tokens, case.head_dim)
-    pool = encode(np.full(shape, np.nan), case.kv_dtype)
+    tables = np.full((len(context), int(num_blocks.max())), -1, np.int32)
+    layer = np.full((len(ids), 2, case.num_kv_heads, case.block_tokens, case.head_dim), np.nan)
     first = 0
     for row, length, count in zip(tables, context, num_blocks, strict=True):
         row[:count] = ids[first : first + count]
         first += count
         positions = np.arange(length)
         values = random.standard_normal((length, 2, case.num_kv_heads, case.head_dim))
-        blocks = row[positions // case.block_tokens]
-        pool[blocks, :, :, positions % case.block_tokens] = encode(values, case.kv_dtype)
-    q_values = random.standard_normal((len(context), case.num_q_heads, case.head_dim)) * 2
-    q = encode(q_values, case.exchange_dtype)
-    scale = case.scale or case.head_dim**-0.5
-    out = cpu_kernels.decode_attention(q, pool, tables, context, scale, case.window, instruction_set, num_threads)
-    assert out.dtype == q.dtype
-    want = attention(decode(q), decode(pool), tables, context, scale, case.window)
-    np.testing.assert_allclose(decode(out), want, rtol=0, atol=TOLERANCE[case.exchange_dtype])
+        layer[row[positions // case.block_tokens], :, :, positions % case.block_tokens] = values
+    q = encode(random.standard_normal((len(context), case.num_q_heads, case.head_dim)) * 2, case.exchange_dtype)
+    return q, to_blocks(layer, case.kv_dtype), tables, context
 
 
-@pytest.fixture(params=INSTRUCTION_SETS)
-def instruction_set(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+def run(case: Case, inputs: tuple[Array, Array, Array, Array], instruction_set: str, num_threads: int = 1) -> Array:
+    q, layer, tables, context = inputs
+    out = np.empty_like(q)
+    work = DecodeWork(case.attention(instruction_set, num_threads), context, tables, len(layer))
+    for _ in range(2):  # Work is run once per layer.
+        out[:] = 0
+        work.run(q, layer, out)
+    return out
 
 
+def run_and_compare(case: Case, context_tokens: list[int], instruction_set: str, num_threads: int, seed: int) -> None:
+    inputs = q, layer, tables, context = fill(case, context_tokens, seed)
+    out = run(case, inputs, instruction_set, num_threads)
+    values = from_blocks(layer, case.head_dim)
+    want = attention(decode(q), values, tables, context, case.softmax_scale, case.window, case.softcap)
+    # A capped score has an error of its own, in proportion to the cap.
+    atol = TOLERANCE[case.exchange_dtype] + 4e-7 * case.softcap
+    np.testing.assert_allclose(decode(out), want, rtol=0, atol=atol)
+
+
+@EACH_INSTRUCTION_SET
 @pytest.mark.parametrize("num_threads", [1, 2])
-@pytest.mark.parametrize("block_tokens", [1, 5, 16, 24, 64])
-def test_lengths_around_block_and_tile_edges(instruction_set: str, block_tokens: int, num_threads: int) -> None:
-    lengths = sorted({1, 2, 7, 8, 9, 15, 16, 17, 31, 33, block_tokens, block_tokens + 1, 3 * block_tokens + 2, 700})
-    run_and_compare(Case(block_tokens=block_tokens), lengths, instruction_set, num_threads, seed=1)
-
-
-@pytest.mark.parametrize("heads", [(1, 1), (2, 1), (6, 2), (7, 1), (9, 3), (32, 8), (16, 1), (48, 2)])
-def test_every_head_ratio(instruction_set: str, heads: tuple[int, int]) -> None:
-    run_and_compare(Case(*heads), [1, 50, 129], instruction_set, 1, seed=2)
-
-
 @pytest.mark.parametrize("kv_dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [8, 20, 32, 33, 64, 80, 96, 128, 192, 255, 256])
-def test_every_head_dimension(instruction_set: str, head_dim: int, kv_dtype: str) -> None:
-    run_and_compare(Case(head_dim=head_dim, kv_dtype=kv_dtype), [3, 40], instruction_set, 1, seed=3)
+@pytest.mark.parametrize("block_tokens", [1, 5, 16, 24, 64])
+def test_lengths_around_block_and_tile_edges(
+    instruction_set: str, block_tokens: int, kv_dtype: str, num_threads: int
+) -> None:
+    lengths = sorted({1, 2, 7, 8, 9, 15, 16, 17, 31, 33, block_tokens, block_tokens + 1, 3 * block_tokens + 2, 700})
+    case = Case(block_tokens=block_tokens, kv_dtype=kv_dtype, exchange_dtype=kv_dtype)
+    run_and_compare(case, lengths, instruction_set, num_threads, seed=1)
 
 
+@EACH_INSTRUCTION_SET
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [(1, 1), (2, 1), (6, 2), (7, 1), (9, 3), (32, 8), (16, 1), (48, 2)])
+def test_every_head_ratio(instruction_set: str, heads: tuple[int, int], dtype: str) -> None:
+    run_and_compare(Case(*heads, kv_dtype=dtype, exchange_dtype=dtype), [1, 50, 129], instruction_set, 1, seed=2)
+
+
+@EACH_INSTRUCTION_SET
+@pytest.mark.parametrize("dtypes", [("fp32", "fp32"), ("fp16", "fp32"), ("bf16", "fp32"), ("bf16", "bf16")])
+@pytest.mark.parametrize("head_dim", [1, 8, 20, 32, 33, 64, 80, 96, 128, 192, 255, 256])
+def test_every_head_dimension(instruction_set: str, head_dim: int, dtypes: tuple[str, str]) -> None:
+    case = Case(head_dim=head_dim, kv_dtype=dtypes[0], exchange_dtype=dtypes[1])
+    run_and_compare(case, [3, 40], instruction_set, 1, seed=3)
+
+
+@EACH_INSTRUCTION_SET
 @pytest.mark.parametrize("kv_dtype", DTYPES)
 @pytest.mark.parametrize("exchange_dtype", DTYPES)
 def test_every_type(instruction_set: str, kv_dtype: str, exchange_dtype: str) -> None:
@@ -84,35 +121,71 @@ def test_every_type(instruction_set: str, kv_dtype: str, exchange_dtype: str) ->
     run_and_compare(case, [1, 16, 90], instruction_set, 1, seed=4)
 
 
+@EACH_INSTRUCTION_SET
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("window", [1, 15, 16, 100, 5000])
 def test_sliding_window(instruction_set: str, window: int, num_threads: int) -> None:
     run_and_compare(Case(window=window), [1, 15, 16, 17, 116, 1999], instruction_set, num_threads, seed=5)
 
 
+@EACH_INSTRUCTION_SET
+@pytest.mark.parametrize("softcap", [0.5, 5.0, 50.0])
+def test_softcap(instruction_set: str, softcap: float) -> None:
+    run_and_compare(Case(softcap=softcap, scale=3.0), [1, 15, 500], instruction_set, 1, seed=9)
+
+
+@EACH_INSTRUCTION_SET
 @pytest.mark.parametrize("kv_dtype", DTYPES)
 def test_long_contexts_are_cut_into_spans_and_merged(instruction_set: str, kv_dtype: str) -> None:
     case = Case(num_q_heads=6, num_kv_heads=1, head_dim=72, kv_dtype=kv_dtype)
     run_and_compare(case, [5000, 3, 1111], instruction_set, 3, seed=6)
 
 
+@EACH_INSTRUCTION_SET
 def test_scores_far_apart_neither_overflow_nor_vanish(instruction_set: str) -> None:
     # Scores up to some thousands, far past where exp() overflows; the maximum comes anywhere.
     run_and_compare(Case(scale=50.0), [1, 33, 600], instruction_set, 2, seed=7)
 
 
+@EACH_INSTRUCTION_SET
 def test_a_token_that_is_seen_alone_is_returned(instruction_set: str) -> None:
-    pool = np.full((1, 2, 1, 4, 16), np.nan, np.float32)
-    pool[0, 0, 0, 0] = 1.0
-    pool[0, 1, 0, 0] = np.arange(16)
+    case = Case(num_q_heads=3, num_kv_heads=1, head_dim=16, block_tokens=4, scale=1.0)
+    values = np.full((1, 2, 1, 4, 16), np.nan)
+    values[0, :, 0, 0] = [[1.0] * 16, range(16)]
     q = np.full((1, 3, 16), 100.0, np.float32)
-    tables, context = np.zeros((1, 1), np.int32), np.ones(1, np.int32)
-    out = cpu_kernels.decode_attention(q, pool, tables, context, 1.0, 0, instruction_set, 1)
+    out = run(case, (q, to_blocks(values, "fp32"), np.zeros((1, 1), np.int32), np.ones(1, np.int32)), instruction_set)
     assert out.tolist() == [[list(range(16))] * 3]
 
 
+@EACH_INSTRUCTION_SET
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", [20, 3000])
+@pytest.mark.parametrize("special", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("place", ["some key", "all keys", "value"])
+def test_nan_and_infinity_do_what_the_formula_does(
+    instruction_set: str, dtype: str, length: int, special: float, place: str
+) -> None:
+    """As softmax by torch or numpy would: a weight of 0 hides nothing, scores of -infinity alone are no number."""
+    case = Case(num_q_heads=2, num_kv_heads=1, head_dim=32, kv_dtype=dtype, exchange_dtype=dtype)
+    q, layer, tables, context = fill(case, [length], seed=10)
+    q = encode(np.abs(decode(q)) + 0.1, dtype)  # An infinite key's scores have its sign.
+    values = from_blocks(layer, case.head_dim)
+    block, offset = tables[0, 7 // case.block_tokens], 7 % case.block_tokens
+    if place == "some key":
+        values[block, 0, 0, offset, 5] = special
+    elif place == "all keys":
+        values[:, 0, 0, :, 5] = special
+    else:
+        values[block, 1, 0, offset, 5] = special
+    layer = to_blocks(values, dtype)
+    out = decode(run(case, (q, layer, tables, context), instruction_set, 2))
+    with np.errstate(invalid="ignore"):
+        want = attention(decode(q), from_blocks(layer, 32), tables, context, case.softmax_scale, 0)
+    np.testing.assert_allclose(out, want, rtol=0, atol=TOLERANCE[dtype])
+
+
 @given(data=st.data())
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 def test_random_shapes(data: st.DataObject) -> None:
     num_kv_heads = data.draw(st.integers(1, 5))
     case = Case(
@@ -121,44 +194,54 @@ def test_random_shapes(data: st.DataObject) -> None:
         head_dim=data.draw(st.integers(1, 256)),
         block_tokens=data.draw(st.integers(1, 70)),
         window=data.draw(st.sampled_from([0, 0, 1, 13, 64, 300])),
+        softcap=data.draw(st.sampled_from([0.0, 0.0, 20.0])),
         kv_dtype=data.draw(st.sampled_from(DTYPES)),
         exchange_dtype=data.draw(st.sampled_from(DTYPES)),
     )
     lengths = data.draw(st.lists(st.integers(1, 400), min_size=1, max_size=5))
-    run_and_compare(case, lengths, data.draw(st.sampled_from(INSTRUCTION_SETS)), data.draw(st.integers(1, 3)), seed=8)
-
-
-def call(q: Array, pool: Array, tables: Array, context: Array, name: str = "auto", threads: int = 1) -> Array:
-    return cpu_kernels.decode_attention(q, pool, tables, context, 1.0, 0, name, threads)
+    run_and_compare(case, lengths, data.draw(st.sampled_from(RUNNABLE)), data.draw(st.integers(1, 3)), seed=8)
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    q, pool = np.ones((1, 2, 16), np.float32), np.ones((4, 2, 1, 8, 16), np.float32)
+    case = Case(num_q_heads=2, num_kv_heads=1, head_dim=16, block_tokens=8)
+    attend = case.attention("auto", 1)
+    q, layer = np.ones((1, 2, 16), np.float32), np.ones((4, 2, 1, 128), np.float32)
+    out = np.empty_like(q)
     tables, context = np.array([[0, 3]], np.int32), np.array([9], np.int32)
-    assert call(q, pool, tables, context).shape == q.shape
+    work = DecodeWork(attend, context, tables, 4)
+    work.run(q, layer, out)
+    np.testing.assert_allclose(out, 1.0, rtol=1e-6)
     with pytest.raises(PlaneError, match="block 4 of 4"):
-        call(q, pool, np.array([[0, 4]], np.int32), context)
+        DecodeWork(attend, context, np.array([[0, 4]], np.int32), 4)
     with pytest.raises(PlaneError, match="block -1 of 4"):
-        call(q, pool, np.array([[-1, 0]], np.int32), context)
+        DecodeWork(attend, context, np.array([[-1, 0]], np.int32), 4)
     with pytest.raises(PlaneError, match="context of 17 tokens beside a table of 2 blocks"):
-        call(q, pool, tables, np.array([17], np.int32))
+        DecodeWork(attend, np.array([17], np.int32), tables, 4)
     with pytest.raises(PlaneError, match="context of 0 tokens"):
-        call(q, pool, tables, np.array([0], np.int32))
-    with pytest.raises(PlaneError, match="must divide"):
-        call(q, np.ones((4, 2, 3, 8, 16), np.float32), tables, context)
-    with pytest.raises(ValueError, match="does not fit q"):
-        call(q, np.ones((4, 2, 1, 8, 24), np.float32), tables, context)
+        DecodeWork(attend, np.array([0], np.int32), tables, 4)
     with pytest.raises(ValueError, match="number of sequences"):
-        call(q, pool, tables, np.array([9, 9], np.int32))
-    with pytest.raises(ValueError, match="num_threads"):
-        call(q, pool, tables, context, threads=0)
+        DecodeWork(attend, np.array([9, 9], np.int32), tables, 4)
+    with pytest.raises(PlaneError, match="must divide"):
+        Case(num_q_heads=2, num_kv_heads=3).attention("auto", 1)
+    with pytest.raises(ValueError, match="softcap"):
+        Case(softcap=-1.0).attention("auto", 1)
     with pytest.raises(ValueError, match='"sse9" does not run here; these do: scalar'):
-        call(q, pool, tables, context, "sse9")
+        case.attention("sse9", 1)
+    with pytest.raises(ValueError, match="layer is not"):
+        work.run(q, np.ones((4, 2, 1, 64), np.float32), out)
+    with pytest.raises(ValueError, match="too few blocks"):
+        work.run(q, layer[:3], out)
+    with pytest.raises(ValueError, match="q and out are not"):
+        work.run(np.ones((2, 2, 16), np.float32), layer, out)
+    with pytest.raises(ValueError, match="not contiguous"):
+        work.run(q, layer, np.empty((2, 16, 1), np.float32).T)
+    with pytest.raises(ValueError, match="exchange type"):
+        work.run(q.astype(np.float16), layer, out)
     with pytest.raises(TypeError, match="float32, float16"):
-        call(q.astype(np.float64), pool, tables, context)
+        work.run(q.astype(np.float64), layer, out)
 
 
 def test_auto_is_the_fastest() -> None:
-    assert INSTRUCTION_SETS[0] == "scalar"
-    assert cpu_kernels.choose_instruction_set("auto") == INSTRUCTION_SETS[-1]
-    assert cpu_kernels.choose_instruction_set("scalar") == "scalar"
+    assert RUNNABLE[0] == "scalar"
+    assert choose_instruction_set("auto") == RUNNABLE[-1]
+    assert choose_instruction_set("scalar") == "scalar"

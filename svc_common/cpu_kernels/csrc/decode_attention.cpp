@@ -41,7 +41,7 @@ void check_decodes(const DecodeBatch& batch, const Shape& shape, std::int32_t nu
 }
 
 KernelShape make_kernel_shape(const HeadCounts& heads, std::int32_t head_dim, std::int32_t block_tokens,
-                              DType kv_dtype, DType exchange_dtype, float softmax_scale) {
+                              DType kv_dtype, DType exchange_dtype, float softmax_scale, float softcap) {
     const std::size_t half_block = static_cast<std::size_t>(heads.num_kv_heads) * block_tokens * head_dim;
     return {heads.num_q_heads / heads.num_kv_heads,
             head_dim,
@@ -50,7 +50,8 @@ KernelShape make_kernel_shape(const HeadCounts& heads, std::int32_t head_dim, st
             exchange_dtype,
             2 * half_block,
             half_block,
-            softmax_scale};
+            softmax_scale,
+            softcap};
 }
 
 DecodePlan::DecodePlan(const DecodeBatch& batch, const HeadCounts& heads, const KernelShape& shape,
@@ -109,26 +110,31 @@ void DecodeAttention::run(DecodePlan& plan, const LayerTensors& layer) {
 void DecodeAttention::run_piece(DecodePlan& plan, const DecodePlan::Piece& piece, const LayerTensors& layer,
                                 float* scratch) const {
     const std::size_t exchange_bytes = dtype_bytes(shape_.exchange_dtype);
-    const std::size_t kv_row = (std::size_t{static_cast<std::uint32_t>(piece.sequence)} * heads_.num_kv_heads +
-                                piece.kv_head) * shape_.head_dim * exchange_bytes;
-    const std::size_t q_rows = kv_row * shape_.group;
+    const auto sequence = static_cast<std::size_t>(piece.sequence);
+    const auto kv_head = static_cast<std::size_t>(piece.kv_head);
+    const std::size_t kv_row = (sequence * heads_.num_kv_heads + kv_head) * shape_.head_dim * exchange_bytes;
+    const std::size_t group_row = kv_head * shape_.group * shape_.head_dim;
+    const std::byte* q = layer.q + (sequence * layer.q_stride + group_row) * exchange_bytes;
+    std::byte* out = layer.out + kv_row * shape_.group;
     const std::size_t head_elements = static_cast<std::size_t>(shape_.block_tokens) * shape_.head_dim;
-    const HeadKv kv{layer.pool + piece.kv_head * head_elements * dtype_bytes(shape_.kv_dtype),
-                    plan.batch_.block_tables + std::size_t{static_cast<std::uint32_t>(piece.sequence)} *
-                                                   plan.batch_.stride};
+    const HeadKv kv{layer.pool + kv_head * head_elements * dtype_bytes(shape_.kv_dtype),
+                    plan.batch_.block_tables + sequence * plan.batch_.stride};
     // Only the last span sees the new token.
-    if (layer.k != nullptr && piece.span == piece.num_spans - 1)
-        kernel_.append(shape_, kv, piece.end - 1, layer.k + kv_row, layer.v + kv_row);
+    if (layer.k != nullptr && piece.span == piece.num_spans - 1) {
+        const std::int32_t position = piece.end - 1;
+        kernel_.write(shape_, kv.pool, kv.block_table[position / shape_.block_tokens], position % shape_.block_tokens,
+                      layer.k + kv_row, layer.v + kv_row);
+    }
     if (piece.head < 0) {
-        kernel_.attend(shape_, kv, piece.begin, piece.end, layer.q + q_rows, scratch, nullptr, layer.out + q_rows);
+        kernel_.attend(shape_, kv, piece.begin, piece.end, q, scratch, nullptr, out);
         return;
     }
     float* partials = plan.partials_.get() + piece.first_partial * partial_floats(shape_);
-    kernel_.attend(shape_, kv, piece.begin, piece.end, layer.q + q_rows, scratch,
+    kernel_.attend(shape_, kv, piece.begin, piece.end, q, scratch,
                    partials + piece.span * partial_floats(shape_), nullptr);
     std::atomic<std::int32_t>& left = plan.spans_left_[piece.head];
     if (left.fetch_sub(1, std::memory_order_acq_rel) == 1) {
-        kernel_.merge(shape_, partials, piece.num_spans, layer.out + q_rows);
+        kernel_.merge(shape_, partials, piece.num_spans, out);
         left.store(piece.num_spans, std::memory_order_relaxed);  // for the next layer
     }
 }

@@ -28,18 +28,22 @@ struct HeadCounts {
 
 // One layer's tensors. k and v are null where the new token's are in the pool already.
 struct LayerTensors {
-    std::byte* pool;   // [num_blocks, 2, num_kv_heads, block_tokens, head_dim], kv dtype
-    const std::byte* q;  // [num_sequences, num_q_heads, head_dim], exchange dtype
-    const std::byte* k;  // [num_sequences, num_kv_heads, head_dim]
-    const std::byte* v;  // like k
-    std::byte* out;      // like q
+    std::byte* pool;       // [num_blocks, 2, num_kv_heads, block_tokens * head_dim], kv dtype; see layout.h
+    const std::byte* q;    // [num_sequences, num_q_heads, head_dim], exchange dtype
+    std::size_t q_stride;  // elements from a sequence to the next
+    const std::byte* k;    // [num_sequences, num_kv_heads, head_dim]
+    const std::byte* v;    // like k
+    std::byte* out;        // [num_sequences, num_q_heads, head_dim]
 };
 
 // Throws PlaneError where a number is out of range.
 void check_decodes(const DecodeBatch& batch, const Shape& shape, std::int32_t num_blocks);
 
+// Scores are not capped: no model served so far does.
+inline constexpr float no_softcap = 0.0f;
+
 KernelShape make_kernel_shape(const HeadCounts& heads, std::int32_t head_dim, std::int32_t block_tokens,
-                              DType kv_dtype, DType exchange_dtype, float softmax_scale);
+                              DType kv_dtype, DType exchange_dtype, float softmax_scale, float softcap);
 
 // How a batch is cut into pieces of one KV head of one sequence, or a span of its tokens. Same for all layers.
 class DecodePlan {

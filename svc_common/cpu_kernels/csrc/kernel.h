@@ -1,4 +1,4 @@
-// What a decode-attention kernel is given and what it does; one implementation per instruction set.
+// What the attention kernels are given and what they do; one implementation per instruction set.
 //
 // Holds nothing that a compiler could emit as code, for the reason given in kernel_body.h.
 #pragma once
@@ -10,7 +10,7 @@
 
 namespace neoflex {
 
-// Fixed for a region. Strides count elements.
+// Fixed for a region. Strides count elements. How K and V lie in a block: svc_common/tensor_plane/csrc/layout.h.
 struct KernelShape {
     std::int32_t group;         // query heads that share a KV head
     std::int32_t head_dim;
@@ -20,32 +20,59 @@ struct KernelShape {
     std::size_t block_stride;   // from a block to the next, in one layer
     std::size_t value_offset;   // from a block's keys to its values
     float softmax_scale;
+    float softcap;              // c: a score s counts as c * tanh(s / c); 0: as it is
 };
 
-// One KV head of one sequence. `pool` is that head in block 0 of the layer: [block_tokens, head_dim].
+// One KV head of one sequence. `pool` is that head's keys in block 0 of the layer.
 struct HeadKv {
     void* pool;
     const std::int32_t* block_table;
 };
 
+// Consecutive tokens of one prompt that attend together.
+struct PrefillTile {
+    std::int32_t position;        // of the first of them in its sequence
+    std::int32_t num_tokens;      // at most max_prefill_tokens()
+    std::int32_t sliding_window;  // tokens each query sees, itself included; 0: all
+    const void* q;                // [num_tokens, group, head_dim], exchange dtype
+    std::size_t q_stride;         // elements from a token to the next
+    void* out;                    // like q
+    std::size_t out_stride;
+};
+
 struct Kernel {
     const char* name;
-    // Writes a token's k and v, each [head_dim], to `position` of the sequence.
-    void (*append)(const KernelShape&, const HeadKv&, std::int32_t position, const void* k, const void* v);
+    // Writes a token's k and v, each [head_dim], to row `offset` of a block.
+    void (*write)(const KernelShape&, void* pool, std::int32_t block, std::int32_t offset, const void* k,
+                  const void* v);
     // Attends the group's queries [group, head_dim] to tokens [begin, end), at least one. Writes `out` like q or,
-    // where that is null, a `partial` of partial_floats() for merge. `scratch` has scratch_floats(), all zero before
-    // its first use.
+    // where that is null, a `partial` of partial_floats() for merge. `scratch` has scratch_floats().
     void (*attend)(const KernelShape&, const HeadKv&, std::int32_t begin, std::int32_t end, const void* q,
                    float* scratch, float* partial, void* out);
     // Joins the partials of one head's spans.
     void (*merge)(const KernelShape&, const float* partials, std::int32_t num_partials, void* out);
+    // Attends each token of the tile to itself and those before it. `scratch` has prefill_scratch_floats().
+    void (*prefill)(const KernelShape&, const HeadKv&, const PrefillTile&, float* scratch);
+    // Reads memory once, from front to end; the sum of its words keeps the loads alive. For measuring.
+    std::uint64_t (*read)(const std::uint64_t* words, std::size_t num_words);
+    // Independent fused multiply-adds in registers; returns how many. For measuring.
+    double (*multiply_add)(std::int32_t num_rounds, float* sink);
 };
 
-// Tokens a kernel looks at together at most, and the width its rows are padded to: the widest vector.
+// The widest vector.
 constexpr std::size_t max_lanes = 16;
+// Tokens that get their weights together.
+constexpr std::int32_t chunk_tokens = 64;
+// Room behind a chunk's rows: vectors of tokens may end past their last token.
+constexpr std::size_t chunk_stride = chunk_tokens + max_lanes;
+// Query rows, tokens times heads of a group, that share keys and values once these are converted.
+constexpr std::int32_t prefill_rows = 96;
+// Query rows that are multiplied together, in registers.
+constexpr std::int32_t rows_together = 6;
 
+// Values are summed in two vectors at a time.
 constexpr std::size_t padded_dim(const KernelShape& shape) {
-    return (static_cast<std::size_t>(shape.head_dim) + max_lanes - 1) / max_lanes * max_lanes;
+    return (static_cast<std::size_t>(shape.head_dim) + 2 * max_lanes - 1) / (2 * max_lanes) * (2 * max_lanes);
 }
 
 // Per query head: accumulator [padded_dim], then maximum and sum, padded to a vector.
@@ -53,17 +80,32 @@ constexpr std::size_t partial_row_floats(const KernelShape& shape) { return padd
 
 constexpr std::size_t partial_floats(const KernelShape& shape) { return shape.group * partial_row_floats(shape); }
 
-// Key and value tile [max_lanes, padded_dim] each; per query head: q and accumulator [padded_dim] each, weights and
-// their sums [max_lanes] each, one maximum.
+// Per query head: q and accumulator [padded_dim] each, weights [chunk_stride], their sums [max_lanes], a maximum, and
+// the last of an odd number of dimensions; bf16 weights [chunk_stride / 2].
 constexpr std::size_t scratch_floats(const KernelShape& shape) {
-    return 2 * max_lanes * padded_dim(shape) + shape.group * (2 * padded_dim(shape) + 2 * max_lanes) +
-           (shape.group + max_lanes - 1) / max_lanes * max_lanes;
+    return shape.group * (2 * padded_dim(shape) + chunk_stride + chunk_stride / 2 + max_lanes + 2);
+}
+
+constexpr std::int32_t max_prefill_tokens(const KernelShape& shape) {
+    return shape.group < prefill_rows ? prefill_rows / shape.group : 1;
+}
+
+constexpr std::size_t max_prefill_rows(const KernelShape& shape) {
+    return static_cast<std::size_t>((max_prefill_tokens(shape) * shape.group + rows_together - 1) / rows_together *
+                                    rows_together);
+}
+
+// Keys [padded_dim, chunk_stride], values [chunk_tokens, padded_dim]; per row as for decodes, without bf16 weights.
+constexpr std::size_t prefill_scratch_floats(const KernelShape& shape) {
+    return padded_dim(shape) * (chunk_stride + chunk_tokens) +
+           max_prefill_rows(shape) * (2 * padded_dim(shape) + chunk_stride + max_lanes + 1);
 }
 
 extern const Kernel scalar_kernel;
 #if defined(NEOFLEX_X86)
 extern const Kernel avx2_kernel;
 extern const Kernel avx512_kernel;
+extern const Kernel avx512_bf16_kernel;
 #endif
 #if defined(NEOFLEX_NEON)
 extern const Kernel neon_kernel;

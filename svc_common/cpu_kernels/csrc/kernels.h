@@ -8,6 +8,9 @@
 
 namespace neoflex {
 
+// Slowest first; some may not run here.
+std::vector<const Kernel*> compiled_kernels();
+
 // Kernels that this processor runs, slowest first. Never empty.
 const std::vector<const Kernel*>& runnable_kernels();
 

@@ -11,6 +11,10 @@ namespace {
 struct Avx2 {
     using Vec = __m256;
     static constexpr int width = 8;
+    static constexpr int accumulators = 8;  // vectors that a loop may keep in registers beside its operands
+    static constexpr int product_vectors = 2;  // times rows_together: what fits in registers for products
+    static constexpr bool has_bf16_dot = false;
+    static constexpr float flushed_exponent = -127.0f;  // times_power_of_two of it is 0
 
     static Vec zero() { return _mm256_setzero_ps(); }
     static Vec set(float x) { return _mm256_set1_ps(x); }
@@ -35,17 +39,13 @@ struct Avx2 {
     static Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
     static Vec sub(Vec a, Vec b) { return _mm256_sub_ps(a, b); }
     static Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
+    static Vec div(Vec a, Vec b) { return _mm256_div_ps(a, b); }
     static Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
     static Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
     static Vec round(Vec x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
     static Vec times_power_of_two(Vec x, Vec n) {
         const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
         return _mm256_mul_ps(x, _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23)));
-    }
-    static Vec keep_first(Vec x, int count, float rest) {
-        const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-        const __m256 keep = _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(count), lane));
-        return _mm256_blendv_ps(_mm256_set1_ps(rest), x, keep);
     }
     static float reduce_max(Vec x) {
         __m128 half = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
@@ -57,11 +57,18 @@ struct Avx2 {
         half = _mm_add_ps(half, _mm_movehl_ps(half, half));
         return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
     }
-    // Lane i of the result is the sum of rows[i].
-    static Vec sum_rows(const Vec* rows) {
-        const Vec first = _mm256_hadd_ps(_mm256_hadd_ps(rows[0], rows[1]), _mm256_hadd_ps(rows[2], rows[3]));
-        const Vec last = _mm256_hadd_ps(_mm256_hadd_ps(rows[4], rows[5]), _mm256_hadd_ps(rows[6], rows[7]));
-        return _mm256_add_ps(_mm256_permute2f128_ps(first, last, 0x20), _mm256_permute2f128_ps(first, last, 0x31));
+    // 2 * width numbers: those at even places, those at odd ones.
+    static void load_pairs(const BFloat* from, Vec& even, Vec& odd) {
+        const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+        even = _mm256_castsi256_ps(_mm256_slli_epi32(words, 16));
+        odd = _mm256_castsi256_ps(_mm256_and_si256(words, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
+    }
+    // even[0], odd[0], even[1], ... in two vectors.
+    static void interleave(Vec even, Vec odd, Vec& first, Vec& second) {
+        const Vec low = _mm256_unpacklo_ps(even, odd);
+        const Vec high = _mm256_unpackhi_ps(even, odd);
+        first = _mm256_permute2f128_ps(low, high, 0x20);
+        second = _mm256_permute2f128_ps(low, high, 0x31);
     }
 
   private:

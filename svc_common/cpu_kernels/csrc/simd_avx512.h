@@ -11,6 +11,10 @@ namespace {
 struct Avx512 {
     using Vec = __m512;
     static constexpr int width = 16;
+    static constexpr int accumulators = 16;  // vectors that a loop may keep in registers beside its operands
+    static constexpr int product_vectors = 4;  // times rows_together: what fits in registers for products
+    static constexpr bool has_bf16_dot = false;
+    static constexpr float flushed_exponent = -151.0f;  // times_power_of_two of it is 0
 
     static Vec zero() { return _mm512_setzero_ps(); }
     static Vec set(float x) { return _mm512_set1_ps(x); }
@@ -33,37 +37,30 @@ struct Avx512 {
     static Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
     static Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
     static Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
+    static Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
     static Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
     static Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
     static Vec round(Vec x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
     static Vec times_power_of_two(Vec x, Vec n) { return _mm512_scalef_ps(x, n); }
-    static Vec keep_first(Vec x, int count, float rest) {
-        const auto keep = static_cast<__mmask16>((1u << count) - 1u);
-        return _mm512_mask_blend_ps(keep, _mm512_set1_ps(rest), x);
-    }
     static float reduce_max(Vec x) { return _mm512_reduce_max_ps(x); }
     static float reduce_add(Vec x) { return _mm512_reduce_add_ps(x); }
-    // Lane i of the result is the sum of rows[i].
-    static Vec sum_rows(const Vec* rows) {
-        return join_quarters(sum_four(rows), sum_four(rows + 4), sum_four(rows + 8), sum_four(rows + 12));
+    // 2 * width numbers: those at even places, those at odd ones.
+    static void load_pairs(const BFloat* from, Vec& even, Vec& odd) {
+        const __m512i words = load_words(from);
+        even = _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
+        odd = _mm512_castsi512_ps(_mm512_and_si512(words, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+    }
+    // even[0], odd[0], even[1], ... in two vectors.
+    static void interleave(Vec even, Vec odd, Vec& first, Vec& second) {
+        const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+        first = _mm512_permutex2var_ps(even, low, odd);
+        second = _mm512_permutex2var_ps(even, _mm512_add_epi32(low, _mm512_set1_epi32(8)), odd);
     }
 
+  protected:
+    static __m512i load_words(const void* from) { return _mm512_loadu_si512(from); }
+
   private:
-    // Four rows to one vector: each quarter holds that quarter's sum of each row.
-    static Vec sum_four(const Vec* rows) {
-        const Vec ab = add(_mm512_unpacklo_ps(rows[0], rows[1]), _mm512_unpackhi_ps(rows[0], rows[1]));
-        const Vec cd = add(_mm512_unpacklo_ps(rows[2], rows[3]), _mm512_unpackhi_ps(rows[2], rows[3]));
-        const __m512d ab_pairs = _mm512_castps_pd(ab);
-        const __m512d cd_pairs = _mm512_castps_pd(cd);
-        return add(_mm512_castpd_ps(_mm512_unpacklo_pd(ab_pairs, cd_pairs)),
-                   _mm512_castpd_ps(_mm512_unpackhi_pd(ab_pairs, cd_pairs)));
-    }
-    // Quarter i of the result is the sum of the i-th argument's quarters.
-    static Vec join_quarters(Vec a, Vec b, Vec c, Vec d) {
-        const Vec ab = add(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
-        const Vec cd = add(_mm512_shuffle_f32x4(c, d, 0x88), _mm512_shuffle_f32x4(c, d, 0xdd));
-        return add(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
-    }
     static __m256i load_16_bit(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
     static void store_16_bit(void* to, __m256i x) { _mm256_storeu_si256(static_cast<__m256i*>(to), x); }
 };

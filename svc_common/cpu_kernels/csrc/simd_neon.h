@@ -11,6 +11,10 @@ namespace {
 struct Neon {
     using Vec = float32x4_t;
     static constexpr int width = 4;
+    static constexpr int accumulators = 16;  // vectors that a loop may keep in registers beside its operands
+    static constexpr int product_vectors = 4;  // times rows_together: what fits in registers for products
+    static constexpr bool has_bf16_dot = false;
+    static constexpr float flushed_exponent = -127.0f;  // times_power_of_two of it is 0
 
     static Vec zero() { return vdupq_n_f32(0.0f); }
     static Vec set(float x) { return vdupq_n_f32(x); }
@@ -30,6 +34,7 @@ struct Neon {
     static Vec add(Vec a, Vec b) { return vaddq_f32(a, b); }
     static Vec sub(Vec a, Vec b) { return vsubq_f32(a, b); }
     static Vec mul(Vec a, Vec b) { return vmulq_f32(a, b); }
+    static Vec div(Vec a, Vec b) { return vdivq_f32(a, b); }
     static Vec fma(Vec a, Vec b, Vec c) { return vfmaq_f32(c, a, b); }
     static Vec max(Vec a, Vec b) { return vmaxq_f32(a, b); }
     static Vec round(Vec x) { return vrndnq_f32(x); }
@@ -37,15 +42,18 @@ struct Neon {
         const int32x4_t exponent = vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127));
         return vmulq_f32(x, vreinterpretq_f32_s32(vshlq_n_s32(exponent, 23)));
     }
-    static Vec keep_first(Vec x, int count, float rest) {
-        const std::int32_t lanes[4] = {0, 1, 2, 3};
-        return vbslq_f32(vcltq_s32(vld1q_s32(lanes), vdupq_n_s32(count)), x, vdupq_n_f32(rest));
-    }
     static float reduce_max(Vec x) { return vmaxvq_f32(x); }
     static float reduce_add(Vec x) { return vaddvq_f32(x); }
-    // Lane i of the result is the sum of rows[i].
-    static Vec sum_rows(const Vec* rows) {
-        return vpaddq_f32(vpaddq_f32(rows[0], rows[1]), vpaddq_f32(rows[2], rows[3]));
+    // 2 * width numbers: those at even places, those at odd ones.
+    static void load_pairs(const BFloat* from, Vec& even, Vec& odd) {
+        const uint32x4_t words = vreinterpretq_u32_u16(vld1q_u16(&from->bits));
+        even = vreinterpretq_f32_u32(vshlq_n_u32(words, 16));
+        odd = vreinterpretq_f32_u32(vandq_u32(words, vdupq_n_u32(0xffff0000u)));
+    }
+    // even[0], odd[0], even[1], ... in two vectors.
+    static void interleave(Vec even, Vec odd, Vec& first, Vec& second) {
+        first = vzip1q_f32(even, odd);
+        second = vzip2q_f32(even, odd);
     }
 };
 

@@ -9,6 +9,10 @@ namespace {
 struct Scalar {
     using Vec = float;
     static constexpr int width = 1;
+    static constexpr int accumulators = 8;
+    static constexpr int product_vectors = 2;  // times rows_together: what fits in registers for products
+    static constexpr bool has_bf16_dot = false;
+    static constexpr float flushed_exponent = -127.0f;  // times_power_of_two of it is 0
 
     static Vec zero() { return 0.0f; }
     static Vec set(float x) { return x; }
@@ -23,16 +27,23 @@ struct Scalar {
     static Vec add(Vec a, Vec b) { return a + b; }
     static Vec sub(Vec a, Vec b) { return a - b; }
     static Vec mul(Vec a, Vec b) { return a * b; }
+    static Vec div(Vec a, Vec b) { return a / b; }
     static Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
     static Vec max(Vec a, Vec b) { return a > b ? a : b; }
     static Vec round(Vec x) { return __builtin_rintf(x); }
     static Vec times_power_of_two(Vec x, Vec n) {
         return x * from_bits(static_cast<std::uint32_t>(static_cast<std::int32_t>(n) + 127) << 23);
     }
-    static Vec keep_first(Vec x, int, float) { return x; }
     static float reduce_max(Vec x) { return x; }
     static float reduce_add(Vec x) { return x; }
-    static Vec sum_rows(const Vec* rows) { return rows[0]; }
+    static void load_pairs(const BFloat* from, Vec& even, Vec& odd) {
+        even = to_float(from[0]);
+        odd = to_float(from[1]);
+    }
+    static void interleave(Vec even, Vec odd, Vec& first, Vec& second) {
+        first = even;
+        second = odd;
+    }
 };
 
 }  // namespace

@@ -1,4 +1,12 @@
 // What lies where in the shared region: control words, exchange slots, KV pool.
+//
+// A KV block, here and in gpu_svc's own cache, is block_tokens tokens of one layer: [2 (K, V), num_kv_heads, ...], then
+//
+//   V  [block_tokens, head_dim]        a token's values together: they are added up over tokens
+//   K  [head_dim, block_tokens]        a dimension's keys together: a vector then holds one dimension of many tokens,
+//                                      and scores need no sum across its lanes
+//   K in bf16  [head_dim / 2, block_tokens, 2]   two dimensions of a token together, as products of bf16 take them; an
+//                                      odd last dimension follows as [block_tokens]
 #pragma once
 
 #include <atomic>
@@ -20,7 +28,7 @@ struct PlaneError : std::runtime_error {
 
 inline constexpr std::uint64_t region_magic = 0x4e4f494745524e46;  // "FNREGION" in memory
 // Raise it with every change of this file.
-inline constexpr std::uint32_t layout_version = 1;
+inline constexpr std::uint32_t layout_version = 2;
 inline constexpr int num_slots = 2;
 inline constexpr int max_head_dim = 256;
 inline constexpr std::size_t page_bytes = 4096;
@@ -80,7 +88,7 @@ struct Layout {
     std::size_t slot_v;    // like k
     std::size_t slot_out;  // like q
     std::size_t pool_offset;
-    std::size_t pool_bytes;  // [num_layers, num_blocks, 2 (K, V), num_kv_heads, block_tokens, head_dim], kv dtype
+    std::size_t pool_bytes;  // [num_layers, num_blocks, 2 (K, V), num_kv_heads, block_tokens * head_dim], kv dtype
     std::size_t region_bytes;
 };
 

@@ -117,7 +117,7 @@ class Region {
     std::uint64_t epoch() const { return epoch_; }
     std::byte* base() const { return base_; }
     std::byte* slot(int index) const { return base_ + layout_.exchange_offset + index * layout_.slot_bytes; }
-    // K and V of one layer: [num_blocks, 2, num_kv_heads, block_tokens, head_dim]
+    // K and V of one layer: [num_blocks, 2, num_kv_heads, block_tokens * head_dim]
     std::byte* pool_layer(int layer) const {
         return base_ + layout_.pool_offset + static_cast<std::size_t>(layer) * num_blocks_ * shape_.layer_block_bytes();
     }

@@ -1,0 +1,242 @@
+// Python's view of attention: work prepared once per iteration, then one call per layer on tensors as they are.
+#include "attention_bindings.h"
+
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "arrays.h"
+#include "kernels.h"
+#include "kv_write.h"
+#include "prefill_attention.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace neoflex {
+namespace {
+
+using Array = nb::ndarray<nb::device::cpu>;
+
+void require(bool holds, const char* what) {
+    if (!holds) throw nb::value_error(what);
+}
+
+DType dtype_of(const Array& array) {
+    if (array.dtype() == nb::dtype<float>()) return DType::fp32;
+    const auto code = static_cast<nb::dlpack::dtype_code>(array.dtype().code);
+    // numpy has no bf16 and shows its bits as uint16.
+    if (code == nb::dlpack::dtype_code::Bfloat || array.dtype() == nb::dtype<std::uint16_t>()) return DType::bf16;
+    if (code == nb::dlpack::dtype_code::Float && array.dtype().bits == 16) return DType::fp16;
+    throw nb::type_error("arrays must be float32, float16, bfloat16 or, for its bits, uint16");
+}
+
+// What all work on one kind of cache has in common.
+struct Attention {
+    Attention(const Shape& shape, float softcap, const std::string& instruction_set, ThreadPool& threads)
+        : shape(shape),
+          heads{shape.num_q_heads, shape.num_kv_heads},
+          kernel_shape(make_kernel_shape(heads, shape.head_dim, shape.block_tokens, shape.kv_dtype,
+                                         shape.exchange_dtype, shape.softmax_scale, softcap)),
+          threads(threads),
+          decode(choose_kernel(instruction_set), heads, kernel_shape, threads),
+          prefill(choose_kernel(instruction_set), heads, kernel_shape, threads) {}
+    Attention(const Attention&) = delete;
+
+    // [num_blocks, 2, num_kv_heads, block_tokens * head_dim]
+    void check_layer(const Array& layer, std::int32_t num_blocks) const {
+        require(layer.ndim() == 4 && layer.shape(1) == 2 &&
+                    layer.shape(2) == static_cast<std::size_t>(heads.num_kv_heads) &&
+                    layer.shape(3) == static_cast<std::size_t>(shape.block_tokens) * shape.head_dim,
+                "layer is not [num_blocks, 2, num_kv_heads, block_tokens * head_dim]");
+        require(layer.shape(0) >= static_cast<std::size_t>(num_blocks), "layer has too few blocks");
+        require(layer.stride(3) == 1 && layer.stride(2) == static_cast<std::int64_t>(layer.shape(3)) &&
+                    layer.stride(0) == static_cast<std::int64_t>(kernel_shape.block_stride),
+                "layer is not contiguous");
+        require(dtype_of(layer) == shape.kv_dtype, "layer is not of the KV type");
+    }
+
+    // [num_tokens, num_q_heads, head_dim], rows contiguous
+    void check_rows(const Array& rows, std::int32_t num_tokens) const {
+        require(rows.ndim() == 3 && rows.shape(0) == static_cast<std::size_t>(num_tokens) &&
+                    rows.shape(1) == static_cast<std::size_t>(heads.num_q_heads) &&
+                    rows.shape(2) == static_cast<std::size_t>(shape.head_dim),
+                "q and out are not [num_tokens, num_q_heads, head_dim]");
+        require(rows.stride(2) == 1 && rows.stride(1) == shape.head_dim, "q's and out's heads are not contiguous");
+        require(dtype_of(rows) == shape.exchange_dtype, "q and out are not of the exchange type");
+    }
+
+    Shape shape;
+    HeadCounts heads;
+    KernelShape kernel_shape;
+    ThreadPool& threads;
+    DecodeAttention decode;
+    PrefillAttention prefill;
+};
+
+struct DecodeWork {
+    DecodeWork(Attention& attention, const Int32Vector& context_tokens, const Int32Matrix& block_tables,
+               std::int32_t num_blocks)
+        : attention(attention),
+          num_blocks(num_blocks),
+          context(context_tokens.data(), context_tokens.data() + context_tokens.size()),
+          tables(block_tables.data(), block_tables.data() + block_tables.size()),
+          plan(checked(make_batch(context_tokens, block_tables)), attention.heads, attention.kernel_shape,
+               attention.shape.sliding_window, prepare()) {}
+    DecodeWork(const DecodeWork&) = delete;
+
+    void run(const Array& q, const Array& layer, const Array& out) {
+        const auto num_sequences = static_cast<std::int32_t>(context.size());
+        attention.check_rows(q, num_sequences);
+        attention.check_rows(out, num_sequences);
+        attention.check_layer(layer, num_blocks);
+        require(out.stride(0) == static_cast<std::int64_t>(out.shape(1) * out.shape(2)), "out is not contiguous");
+        const LayerTensors tensors{static_cast<std::byte*>(layer.data()),
+                                   static_cast<const std::byte*>(q.data()),
+                                   static_cast<std::size_t>(q.stride(0)),
+                                   nullptr,
+                                   nullptr,
+                                   static_cast<std::byte*>(out.data())};
+        nb::gil_scoped_release release;
+        attention.decode.run(plan, tensors);
+    }
+
+    // The same batch over this object's own copies.
+    DecodeBatch checked(DecodeBatch batch) const {
+        Shape shape = attention.shape;
+        shape.max_sequences = batch.num_sequences;
+        check_decodes(batch, shape, num_blocks);
+        return {batch.num_sequences, context.data(), tables.data(), batch.stride};
+    }
+
+    int prepare() const {
+        const int num_threads = attention.threads.resize();
+        attention.decode.prepare(num_threads);
+        return num_threads;
+    }
+
+    Attention& attention;
+    std::int32_t num_blocks;
+    std::vector<std::int32_t> context;
+    std::vector<std::int32_t> tables;
+    DecodePlan plan;
+};
+
+struct PrefillWork {
+    PrefillWork(Attention& attention, std::int32_t start, std::int32_t num_tokens, const Int32Vector& block_table,
+                std::int32_t num_blocks)
+        : attention(attention),
+          num_blocks(num_blocks),
+          table(block_table.data(), block_table.data() + block_table.size()),
+          chunk{start, num_tokens, attention.shape.sliding_window, table.data()} {
+        require(start >= 0 && num_tokens >= 1, "start must not be negative, num_tokens at least 1");
+        const std::int32_t context = start + num_tokens;
+        Shape shape = attention.shape;
+        shape.max_sequences = 1;
+        check_decodes({1, &context, table.data(), static_cast<std::int32_t>(table.size())}, shape, num_blocks);
+        attention.prefill.prepare(attention.threads.resize());
+    }
+    PrefillWork(const PrefillWork&) = delete;
+
+    void run(const Array& q, const Array& layer, const Array& out) {
+        attention.check_rows(q, chunk.num_tokens);
+        attention.check_rows(out, chunk.num_tokens);
+        attention.check_layer(layer, num_blocks);
+        const PrefillTensors tensors{static_cast<std::byte*>(layer.data()), static_cast<const std::byte*>(q.data()),
+                                     static_cast<std::size_t>(q.stride(0)), static_cast<std::byte*>(out.data()),
+                                     static_cast<std::size_t>(out.stride(0))};
+        nb::gil_scoped_release release;
+        attention.prefill.run(chunk, tensors);
+    }
+
+    Attention& attention;
+    std::int32_t num_blocks;
+    std::vector<std::int32_t> table;
+    PrefillChunk chunk;
+};
+
+void write_tokens(ThreadPool& threads, const Array& layer, const Int32Vector& blocks, const Int32Vector& offsets,
+                  const Array& kv, const std::string& instruction_set) {
+    require(layer.ndim() == 4 && kv.ndim() == 4 && kv.shape(1) == 2 && layer.shape(1) == 2, "layer or kv has wrong axes");
+    const auto head_dim = static_cast<std::int32_t>(kv.shape(3));
+    require(head_dim >= 1 && head_dim <= max_head_dim && layer.shape(2) == kv.shape(2) &&
+                layer.shape(3) % kv.shape(3) == 0,
+            "kv [n, 2, num_kv_heads, head_dim] does not fit layer [num_blocks, 2, num_kv_heads, block_tokens * head_dim]");
+    require(blocks.shape(0) == kv.shape(0) && offsets.shape(0) == kv.shape(0), "blocks, offsets and kv differ in length");
+    require(kv.stride(3) == 1 && kv.stride(2) == head_dim &&
+                kv.stride(1) == head_dim * static_cast<std::int64_t>(kv.shape(2)),
+            "a token's kv is not contiguous");
+    const auto num_heads = static_cast<std::int32_t>(kv.shape(2));
+    const auto block_tokens = static_cast<std::int32_t>(layer.shape(3) / kv.shape(3));
+    const HeadCounts heads{num_heads, num_heads};
+    const KernelShape shape =
+        make_kernel_shape(heads, head_dim, block_tokens, dtype_of(layer), dtype_of(kv), 1.0f, no_softcap);
+    require(layer.stride(3) == 1 && layer.stride(0) == static_cast<std::int64_t>(shape.block_stride),
+            "layer is not contiguous");
+    const KvTokens tokens{static_cast<std::int32_t>(kv.shape(0)), blocks.data(), offsets.data(),
+                          static_cast<const std::byte*>(kv.data()), static_cast<std::size_t>(kv.stride(0))};
+    check_places(tokens, static_cast<std::int32_t>(layer.shape(0)), block_tokens);
+    threads.resize();
+    write_kv(choose_kernel(instruction_set), heads, shape, threads, tokens, static_cast<std::byte*>(layer.data()));
+}
+
+void make_attention(Attention* self, std::int32_t num_q_heads, std::int32_t num_kv_heads, std::int32_t head_dim,
+                    std::int32_t block_tokens, const std::string& kv_dtype, const std::string& exchange_dtype,
+                    float softmax_scale, std::int32_t sliding_window, float softcap, const std::string& instruction_set,
+                    ThreadPool& threads) {
+    const Shape shape{1,
+                      num_q_heads,
+                      num_kv_heads,
+                      head_dim,
+                      block_tokens,
+                      parse_dtype(kv_dtype),
+                      parse_dtype(exchange_dtype),
+                      1,
+                      softmax_scale,
+                      sliding_window};
+    shape.check();
+    require(softcap >= 0.0f, "softcap must not be negative");
+    new (self) Attention(shape, softcap, instruction_set, threads);
+}
+
+}  // namespace
+
+void bind_attention(nb::module_& m) {
+    m.attr("NO_SOFTCAP") = no_softcap;
+    nb::class_<Attention>(m, "Attention", "Attention over caches of one shape, on the threads of a pool.")
+        .def("__init__", &make_attention, "num_q_heads"_a, "num_kv_heads"_a, "head_dim"_a, "block_tokens"_a,
+             "kv_dtype"_a, "exchange_dtype"_a, "softmax_scale"_a, "sliding_window"_a, "softcap"_a, "instruction_set"_a,
+             "threads"_a, nb::keep_alive<1, 12>(),
+             "Types are \"fp32\", \"fp16\" or \"bf16\"; the exchange type is that of q and out. A sliding window or a\n"
+             "softcap of 0 is none. Raises PlaneError where the shape is impossible.");
+    const char* run_text =
+        "One layer: q and out [num_tokens, num_q_heads, head_dim], heads contiguous; layer [num_blocks, 2,\n"
+        "num_kv_heads, block_tokens * head_dim], laid out as svc_common/tensor_plane/csrc/layout.h says. torch or\n"
+        "numpy; bf16 may come as uint16. Raises ValueError or TypeError where one does not fit.";
+    const auto run_sig = nb::sig("def run(self, q: object, layer: object, out: object) -> None");
+    nb::class_<DecodeWork>(m, "DecodeWork", "One token of each of n sequences whose KV, this token's too, lies in blocks.")
+        .def(nb::init<Attention&, const Int32Vector&, const Int32Matrix&, std::int32_t>(), "attention"_a,
+             "context_tokens"_a, "block_tables"_a, "num_blocks"_a, nb::keep_alive<1, 2>(),
+             nb::sig("def __init__(self, attention: Attention, context_tokens: numpy.typing.NDArray[numpy.int32], "
+                     "block_tables: numpy.typing.NDArray[numpy.int32], num_blocks: int) -> None"),
+             "context_tokens [n], block_tables [n, stride]. Raises PlaneError where a number is out of range.")
+        .def("run", &DecodeWork::run, "q"_a, "layer"_a, "out"_a, run_sig, run_text);
+    nb::class_<PrefillWork>(m, "PrefillWork", "A chunk of one prompt, causal, whose KV up to its end lies in blocks.")
+        .def(nb::init<Attention&, std::int32_t, std::int32_t, const Int32Vector&, std::int32_t>(), "attention"_a,
+             "start"_a, "num_tokens"_a, "block_table"_a, "num_blocks"_a, nb::keep_alive<1, 2>(),
+             nb::sig("def __init__(self, attention: Attention, start: int, num_tokens: int, "
+                     "block_table: numpy.typing.NDArray[numpy.int32], num_blocks: int) -> None"),
+             "`start` tokens come before the chunk. Raises PlaneError where a number is out of range.")
+        .def("run", &PrefillWork::run, "q"_a, "layer"_a, "out"_a, run_sig, run_text);
+    m.def("write_kv", &write_tokens, "threads"_a, "layer"_a, "blocks"_a, "offsets"_a, "kv"_a, "instruction_set"_a,
+          nb::sig("def write_kv(threads: ThreadPool, layer: object, blocks: numpy.typing.NDArray[numpy.int32], "
+                  "offsets: numpy.typing.NDArray[numpy.int32], kv: object, instruction_set: str) -> None"),
+          "Stores kv [n, 2, num_kv_heads, head_dim], token i's at offsets[i] in blocks[i] of a layer [num_blocks, 2,\n"
+          "num_kv_heads, block_tokens * head_dim]. Raises PlaneError where a place is out of range, else ValueError.");
+}
+
+}  // namespace neoflex

@@ -1,0 +1,67 @@
+#include "measure.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <cstring>
+#include <new>
+
+namespace neoflex {
+
+namespace {
+
+constexpr std::size_t portion_bytes = 4 * 1024 * 1024;
+constexpr std::int32_t peak_rounds = 1 << 20;
+
+template <typename F>
+double best_seconds(int num_rounds, F f) {
+    double best = 0.0;
+    for (int round = 0; round < num_rounds; ++round) {
+        const auto start = std::chrono::steady_clock::now();
+        f();
+        const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+        best = round == 0 ? seconds : std::min(best, seconds);
+    }
+    return best;
+}
+
+}  // namespace
+
+double read_ceiling(const Kernel& kernel, ThreadPool& threads, std::size_t num_bytes, int num_rounds) {
+    const std::size_t num_portions = std::max<std::size_t>(num_bytes / portion_bytes, 1);
+    const std::size_t mapped_bytes = num_portions * portion_bytes;
+    void* memory = ::mmap(nullptr, mapped_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) throw std::bad_alloc();
+    ::madvise(memory, mapped_bytes, MADV_HUGEPAGE);
+    // Untouched pages are all the same one.
+    std::memset(memory, 1, mapped_bytes);
+    threads.resize();
+    const auto* words = static_cast<const std::uint64_t*>(memory);
+    constexpr std::size_t portion_words = portion_bytes / sizeof(std::uint64_t);
+    std::atomic<std::uint64_t> sum{0};
+    const double seconds = best_seconds(num_rounds, [&] {
+        threads.run(static_cast<std::uint32_t>(num_portions), true, [&](std::uint32_t portion, int) {
+            sum += kernel.read(words + portion * portion_words, portion_words);
+        });
+    });
+    ::munmap(memory, mapped_bytes);
+    return static_cast<double>(mapped_bytes) / seconds;
+}
+
+double fma_peak(const Kernel& kernel, ThreadPool& threads, int num_rounds) {
+    const auto num_tasks = 4 * static_cast<std::uint32_t>(threads.resize());
+    float sink;
+    const double per_task = kernel.multiply_add(peak_rounds, &sink);
+    const double seconds = best_seconds(num_rounds, [&] {
+        threads.run(num_tasks, true, [&](std::uint32_t, int) {
+            float own_sink;
+            kernel.multiply_add(peak_rounds, &own_sink);
+        });
+    });
+    return num_tasks * per_task / seconds;
+}
+
+}  // namespace neoflex
