@@ -13,9 +13,11 @@ from torch import Tensor
 
 from gpu_svc.attention import AttentionBackend, DecodeAttention, PrefillAttention
 from gpu_svc.host_tier import CpuWork
-from gpu_svc.kv_cache import KvShape, token_rows
+from gpu_svc.kv_cache import KvPlaces, KvShape
 from gpu_svc.sequences import SequenceTable, Slots
 from svc_common.plan import SubBatch, Tier
+
+_HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +27,8 @@ class ChunkWork:
     rows: slice
     attention: PrefillAttention
     on_host: bool
-    host_rows: Tensor
-    """Where its K and V go in the host pool, see token_rows; empty for chunks on the GPU."""
-    past_blocks: NDArray[np.int32]
-    """Host blocks that hold the tokens it sees before its own; empty for chunks on the GPU."""
-    num_past_tokens: int
-    """Tokens in `past_blocks`."""
+    host_places: KvPlaces
+    """Where its K and V go in the host pool; of no use for chunks on the GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +39,7 @@ class Batch:
     positions: Tensor  # [n], int64, device
     chunks: tuple[ChunkWork, ...]
     gpu_kv_tokens: Tensor | slice  # tokens whose K and V go to the GPU cache
-    gpu_kv_rows: Tensor  # where they go, see token_rows
+    gpu_kv_places: KvPlaces  # where they go
     gpu_decode_rows: slice
     gpu_decode: DecodeAttention | None
     cpu_decode_rows: slice
@@ -96,7 +94,6 @@ class BatchBuilder:
         )
         offsets = positions % self._shape.block_tokens
         blocks = table.block_tables[token_slots, positions // self._shape.block_tokens].astype(np.int64)
-        kv_rows = token_rows(self._shape, blocks, offsets).reshape(num_tokens, -1)
         on_gpu = table.tier[token_slots] == Tier.GPU.value
         ends = np.cumsum(lengths)
         finished = starts + lengths == table.prompt_tokens[chunk_slots]
@@ -106,11 +103,11 @@ class BatchBuilder:
             token_ids=self._to_device(token_ids.astype(np.int64)),
             positions=self._to_device(positions),
             chunks=tuple(
-                self._chunk(int(slot), int(start), int(length), kv_rows[end - length : end], int(end))
+                self._chunk(int(slot), int(start), int(length), blocks, offsets, int(end))
                 for slot, start, length, end in zip(chunk_slots, starts, lengths, ends, strict=True)
             ),
             gpu_kv_tokens=_selection(on_gpu, self._device),
-            gpu_kv_rows=self._to_device(kv_rows[on_gpu].reshape(-1)),
+            gpu_kv_places=KvPlaces.on(self._device, blocks[on_gpu], offsets[on_gpu]),
             gpu_decode_rows=slice(num_chunk_tokens, num_chunk_tokens + num_gpu_decodes),
             gpu_decode=self._backend.decode(gpu_context, self._tables(gpu_slots, gpu_context))
             if num_gpu_decodes
@@ -123,20 +120,22 @@ class BatchBuilder:
             cpu_attended_tokens=int(cpu_context.sum()),
         )
 
-    def _chunk(self, slot: int, start: int, length: int, kv_rows: NDArray[np.int64], end_row: int) -> ChunkWork:
-        table, block_tokens = self._table, self._shape.block_tokens
-        on_host = table.tier[slot] == Tier.HOST.value
-        blocks = table.block_tables[slot]
-        attention = self._backend.prefill(start, length, blocks)
-        first_token = attention.first_token
-        past = blocks[first_token // block_tokens : -(-start // block_tokens)] if on_host else blocks[:0]
+    def _chunk(
+        self,
+        slot: int,
+        start: int,
+        length: int,
+        blocks: NDArray[np.int64],
+        offsets: NDArray[np.int64],
+        end_row: int,
+    ) -> ChunkWork:
+        """`blocks` and `offsets` are those of the batch's tokens."""
+        rows = slice(end_row - length, end_row)
         return ChunkWork(
-            rows=slice(end_row - length, end_row),
-            attention=attention,
-            on_host=on_host,
-            host_rows=torch.from_numpy(kv_rows.reshape(-1) if on_host else kv_rows[:0].reshape(-1)),
-            past_blocks=past,
-            num_past_tokens=max(start - first_token, 0) if on_host else 0,
+            rows=rows,
+            attention=self._backend.prefill(start, length, self._table.block_tables[slot]),
+            on_host=bool(self._table.tier[slot] == Tier.HOST.value),
+            host_places=KvPlaces.on(_HOST, blocks[rows], offsets[rows]),
         )
 
     def _tables(self, slots: Slots, context_tokens: NDArray[np.int64]) -> NDArray[np.int32]:

@@ -5,7 +5,7 @@ import time
 import numpy as np
 import torch
 
-from gpu_svc.attention import TorchAttention
+from gpu_svc.attention import make_backend
 from gpu_svc.batch import Batch, BatchBuilder
 from gpu_svc.host_tier import HostTier
 from gpu_svc.kv_cache import GpuKvCache, copy_blocks
@@ -34,7 +34,7 @@ class Epoch:
         self.table = SequenceTable(
             limits, shape.block_tokens, cache.num_blocks, num_host_blocks, decoder.spec.vocab_size
         )
-        self._backend = TorchAttention(decoder.spec, shape.block_tokens, decoder.dtype, decoder.device)
+        self._backend = make_backend(decoder.spec, shape, decoder.dtype, decoder.device)
         self._builder = BatchBuilder(self.table, self._backend, shape, decoder.device)
         self._announced_host_blocks = 0
 

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpu_svc.kv_cache import block_rows, write_rows
+from gpu_svc.kv_cache import KvPlaces, write_kv
 from svc_common.tensor_plane import CpuSubBatch, Report, TensorPlane
 
 # Far longer than the CPU attends for in one layer; the service's death is noticed long before.
@@ -40,7 +40,7 @@ class HostTier:
         self.num_threads = num_threads
         self.num_blocks = plane.num_blocks
         self.blocks = _as_tensor(plane.pool)
-        """[num_layers, num_blocks, 2, num_kv_heads, block_tokens, head_dim], the shared pool."""
+        """[num_layers, num_blocks, 2, num_kv_heads, block_tokens * head_dim], the shared pool."""
         self._exchange = [
             tuple(map(_as_tensor, (plane.q(slot), plane.k(slot), plane.v(slot), plane.out(slot)))) for slot in range(2)
         ]
@@ -79,16 +79,9 @@ class HostTier:
         self.wait_ns += time.perf_counter_ns() - start
         return report
 
-    def write(self, layer: int, rows: Tensor, kv: Tensor) -> None:
-        """Stores a prefill chunk's kv [n, 2, num_kv_heads, head_dim] at rows from `token_rows`."""
-        write_rows(self.blocks[layer], rows, kv)
-
-    def read(self, layer: int, blocks: NDArray[np.int32]) -> Tensor:
-        """[2, num_kv_heads, len(blocks) * block_tokens, head_dim]: one layer of these blocks, in the KV type."""
-        _, _, _, num_kv_heads, block_tokens, head_dim = self.blocks.shape
-        rows = torch.from_numpy(block_rows(num_kv_heads, blocks[None].astype(np.int64)).reshape(-1))
-        gathered = self.blocks[layer].view(-1, block_tokens * head_dim).index_select(0, rows)
-        return gathered.view(2, num_kv_heads, -1, head_dim)
+    def write(self, layer: int, places: KvPlaces, kv: Tensor) -> None:
+        """Stores a prefill chunk's kv [n, 2, num_kv_heads, head_dim]; `places` are the CPU's."""
+        write_kv(self.blocks[layer], places, kv.cpu())
 
     @property
     def is_alive(self) -> bool:

@@ -1,7 +1,7 @@
-"""Keys and values in blocks: the GPU's own cache, row indices into it, and block copies between the tiers.
+"""Keys and values in blocks: the GPU's own cache, writes of new tokens, and block copies between the tiers.
 
-Both tiers have the layout [num_layers, num_blocks, 2, num_kv_heads, block_tokens, head_dim], so that a swap copies
-blocks as they are.
+Both tiers have the layout [num_layers, num_blocks, 2, num_kv_heads, block_tokens * head_dim], so that a swap copies
+blocks as they are. Values lie token by token, keys dimension by dimension: svc_common/tensor_plane/csrc/layout.h.
 """
 
 from dataclasses import dataclass
@@ -11,6 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gpu_svc.threads import cpu_threads
+from svc_common import cpu_kernels
 from svc_common.model.spec import ModelSpec
 
 _COPY_BYTES = 32 * 2**20  # Staging of a swap; bounds what a large swap needs beside the two caches.
@@ -42,7 +44,27 @@ class KvShape:
 
     def blocks(self, num_blocks: int) -> tuple[int, ...]:
         """Shape of a cache."""
-        return (self.num_layers, num_blocks, 2, self.num_kv_heads, self.block_tokens, self.head_dim)
+        return (self.num_layers, num_blocks, 2, self.num_kv_heads, self.block_tokens * self.head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class KvPlaces:
+    """Where the K and V of n tokens lie: token i's at `offsets[i]` in block `blocks[i]`."""
+
+    blocks: NDArray[np.int32]  # [n]
+    offsets: NDArray[np.int32]  # [n]
+    index: tuple[Tensor, Tensor] | None
+    """Both as int64 on the cache's device; None where that is the CPU."""
+
+    @classmethod
+    def on(cls, device: torch.device, blocks: NDArray[np.int64], offsets: NDArray[np.int64]) -> "KvPlaces":
+        index = None
+        if device.type != "cpu":
+            index = torch.from_numpy(blocks).to(device), torch.from_numpy(offsets).to(device)
+        return cls(blocks.astype(np.int32), offsets.astype(np.int32), index)
+
+    def __len__(self) -> int:
+        return len(self.blocks)
 
 
 class GpuKvCache:
@@ -58,33 +80,52 @@ class GpuKvCache:
     def num_bytes(self) -> int:
         return self.blocks.nbytes
 
-    def write(self, layer: int, rows: Tensor, kv: Tensor) -> None:
-        """Stores kv [n, 2, num_kv_heads, head_dim] at rows [n * 2 * num_kv_heads] from `token_rows`."""
-        write_rows(self.blocks[layer], rows, kv)
+    def write(self, layer: int, places: KvPlaces, kv: Tensor) -> None:
+        """Stores kv [n, 2, num_kv_heads, head_dim]."""
+        write_kv(self.blocks[layer], places, kv)
 
 
-def write_rows(layer_blocks: Tensor, rows: Tensor, kv: Tensor) -> None:
-    """Stores kv [n, 2, num_kv_heads, head_dim] into one layer of a cache, rows by `token_rows`."""
-    width = kv.shape[-1]
-    source = kv.reshape(-1, width).to(device=layer_blocks.device, dtype=layer_blocks.dtype)
-    layer_blocks.view(-1, width).index_copy_(0, rows, source)
+def write_kv(layer_blocks: Tensor, places: KvPlaces, kv: Tensor) -> None:
+    """Stores kv [n, 2, num_kv_heads, head_dim], which lies on the same device, in one layer of a cache."""
+    if places.index is None:
+        cpu_kernels.write_kv(cpu_threads(), layer_blocks, places.blocks, places.offsets, kv, "auto")
+    else:
+        write_kv_by_index(layer_blocks, *places.index, kv)
 
 
-def token_rows(shape: KvShape, blocks: NDArray[np.int64], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[n * 2 * num_kv_heads]: where token i's K and V lie, at `offsets[i]` in block `blocks[i]`.
+def write_kv_by_index(layer_blocks: Tensor, blocks: Tensor, offsets: Tensor, kv: Tensor) -> None:
+    """`write_kv` by torch's own operations, on any device; blocks and offsets [n], int64."""
+    head_dim = kv.shape[-1]
+    keys, values = kv.to(layer_blocks.dtype).unbind(1)
+    pairs, singles = _key_views(layer_blocks[:, 0], head_dim)
+    num_paired = 2 * pairs.shape[2]
+    pairs[blocks, :, :, offsets] = keys[..., :num_paired].reshape(*keys.shape[:-1], num_paired // 2, 2)
+    singles[blocks, :, :, offsets] = keys[..., num_paired:]
+    layer_values = layer_blocks[:, 1]
+    layer_values.view(*layer_values.shape[:-1], -1, head_dim)[blocks, :, offsets] = values
 
-    Counts rows of head_dim elements within one layer.
-    """
-    heads = np.arange(2 * shape.num_kv_heads)
-    rows = (blocks[:, None] * len(heads) + heads) * shape.block_tokens + offsets[:, None]
-    flat: NDArray[np.int64] = rows.reshape(-1)
-    return flat
+
+def keys_by_token(rows: Tensor, head_dim: int) -> Tensor:
+    """[..., block_tokens, head_dim] of keys [..., block_tokens * head_dim] as blocks hold them."""
+    pairs, singles = _key_views(rows, head_dim)
+    if not pairs.shape[-3]:
+        return singles.transpose(-2, -1)
+    return torch.cat([pairs.transpose(-3, -2).flatten(-2), singles.transpose(-2, -1)], dim=-1)
+
+
+def _key_views(rows: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Dimensions in pairs [..., m, block_tokens, 2] and by themselves [..., head_dim - 2 * m, block_tokens]."""
+    block_tokens = rows.shape[-1] // head_dim
+    num_pairs = head_dim // 2 if rows.dtype == torch.bfloat16 else 0
+    num_paired = 2 * num_pairs * block_tokens
+    pairs = rows[..., :num_paired].view(*rows.shape[:-1], num_pairs, block_tokens, 2)
+    return pairs, rows[..., num_paired:].view(*rows.shape[:-1], head_dim - 2 * num_pairs, block_tokens)
 
 
 def block_rows(shape_kv_heads: int, block_tables: NDArray[np.int64]) -> NDArray[np.int64]:
     """[2, n, num_kv_heads, stride]: where the blocks of tables [n, stride] lie, K then V, head by head.
 
-    Counts rows of block_tokens * head_dim elements within one layer. Gathered in this order, a head's tokens are
+    Counts rows of block_tokens * head_dim elements within one layer. Gathered in this order, a head's blocks are
     contiguous.
     """
     kv_heads = np.arange(2 * shape_kv_heads).reshape(2, 1, shape_kv_heads, 1)

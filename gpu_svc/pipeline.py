@@ -39,8 +39,8 @@ class Stage:
         """Computes q, k and v, and stores k and v of tokens whose sequence is on the GPU."""
         batch = self.batch
         self._q, self._kv = self._decoder.pre_attention(layer, self.hidden, self._rotary)
-        if len(batch.gpu_kv_rows):
-            self._cache.write(layer, batch.gpu_kv_rows, self._kv[batch.gpu_kv_tokens])
+        if len(batch.gpu_kv_places):
+            self._cache.write(layer, batch.gpu_kv_places, self._kv[batch.gpu_kv_tokens])
 
     def submit(self) -> None:
         """Hands the CPU its decodes; it stores their k and v itself."""
@@ -54,14 +54,12 @@ class Stage:
         for chunk in self.batch.chunks:
             q, out = self._q[chunk.rows], self._attended[chunk.rows]
             if not chunk.on_host:
-                chunk.attention.run_paged(q, self._cache.blocks[layer], out)
+                chunk.attention.run(q, self._cache.blocks[layer], out)
                 continue
             assert self._host is not None  # Host sequences exist only with a host tier.
-            self._host.write(layer, chunk.host_rows, self._kv[chunk.rows])
-            past = self._host.read(layer, chunk.past_blocks)[:, :, : chunk.num_past_tokens].to(q.device)
-            # Rounded to the KV type like the past, so that cutting a prompt elsewhere changes nothing.
-            own = self._kv[chunk.rows].permute(1, 2, 0, 3).to(past.dtype)
-            chunk.attention.run_dense(q, torch.cat([past, own], dim=2), out)
+            kv = self._kv[chunk.rows]
+            self._host.write(layer, chunk.host_places, kv)
+            chunk.attention.run_on_host(q, self._host.blocks[layer], kv, out)
 
     def attend_decodes(self, layer: int) -> None:
         batch = self.batch

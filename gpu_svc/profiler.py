@@ -95,6 +95,9 @@ class Profiler:
     def _prefill(self) -> Iterator[tuple[int, int, float]]:
         spec, block_tokens = self.decoder.spec, self.cache.shape.block_tokens
         longest = min(self.limits.max_batch_tokens, self.limits.max_sequence_tokens)
+        layer_blocks = self.cache.blocks[0]
+        if not self.cache.num_blocks:
+            layer_blocks = self._noise(1, *self.cache.blocks.shape[2:]).to(self.cache.shape.dtype)
         for chunk_tokens in _steps(min(16, longest), longest, 4):
             q = self._noise(chunk_tokens, spec.num_q_heads, spec.head_dim)
             out = torch.empty_like(q)
@@ -102,14 +105,9 @@ class Profiler:
             for past_tokens in (0, *_steps(min(256, most_past), most_past, 4)) if most_past else (0,):
                 num_blocks = -(-(past_tokens + chunk_tokens) // block_tokens)
                 # More blocks than there are: repeated ones cost the same.
-                blocks = (np.arange(num_blocks) % max(1, self.cache.num_blocks)).astype(np.int32)
+                blocks = (np.arange(num_blocks) % len(layer_blocks)).astype(np.int32)
                 attention = self.backend.prefill(past_tokens, chunk_tokens, blocks)
-                num_keys = past_tokens + chunk_tokens - attention.first_token
-                if self.cache.num_blocks:
-                    seconds = self._least_s(partial(attention.run_paged, q, self.cache.blocks[0], out))
-                else:
-                    kv = self._noise(2, spec.num_kv_heads, num_keys, spec.head_dim)
-                    seconds = self._least_s(partial(attention.run_dense, q, kv, out))
+                seconds = self._least_s(partial(attention.run, q, layer_blocks, out))
                 yield chunk_tokens, past_tokens, seconds
                 if seconds > _LONG_S:
                     break

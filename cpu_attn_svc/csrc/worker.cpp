@@ -42,15 +42,15 @@ IterationTimes Worker::run(const std::vector<SubBatch>& sub_batches) {
     IterationTimes times{};
     auto start = Clock::now();
     const Layout& at = region_.layout();
+    const auto q_stride = static_cast<std::size_t>(heads_.num_q_heads) * kernel_shape_.head_dim;
     for (int layer = 0; layer < region_.shape().num_layers; ++layer) {
         for (std::size_t i = 0; i < sub_batches.size(); ++i) {
             const SubBatch& batch = sub_batches[i];
             wait_for_submit(batch, layer);
             const auto submitted = Clock::now();
             std::byte* slot = region_.slot(batch.slot);
-            const auto q_stride = static_cast<std::size_t>(heads_.num_q_heads) * kernel_shape_.head_dim;
             attention_.run(plans[i], {region_.pool_layer(layer), slot + at.slot_q, q_stride, slot + at.slot_k,
-                                      slot + at.slot_v, slot + at.slot_out});
+                                      slot + at.slot_v, slot + at.slot_out, q_stride});
             region_.control().completed[batch.slot].ring(batch.first_submit + layer + 1);
             const auto completed = Clock::now();
             times.wait_ns += to_ns(submitted - start);

@@ -1,6 +1,25 @@
 """Attention on the device: one small interface, `AttentionBackend`, and its implementations."""
 
-from gpu_svc.attention.backend import AttentionBackend, DecodeAttention, PrefillAttention
-from gpu_svc.attention.torch_backend import TorchAttention
+import torch
 
-__all__ = ["AttentionBackend", "DecodeAttention", "PrefillAttention", "TorchAttention"]
+from gpu_svc.attention.backend import AttentionBackend, DecodeAttention, PrefillAttention
+from gpu_svc.attention.cpu_backend import CpuAttention
+from gpu_svc.attention.torch_backend import TorchAttention
+from gpu_svc.kv_cache import KvShape
+from svc_common.model.spec import ModelSpec
+
+__all__ = [
+    "AttentionBackend",
+    "CpuAttention",
+    "DecodeAttention",
+    "PrefillAttention",
+    "TorchAttention",
+    "make_backend",
+]
+
+
+def make_backend(spec: ModelSpec, shape: KvShape, dtype: torch.dtype, device: torch.device) -> AttentionBackend:
+    """The device's own; `dtype` is the compute type."""
+    if device.type == "cpu":
+        return CpuAttention(spec, shape, dtype)
+    return TorchAttention(spec, shape.block_tokens, dtype, device)

@@ -1,8 +1,7 @@
 """What the pipeline asks of an attention backend: prepare once per iteration, run once per layer.
 
 Shapes: q and out are [n, num_q_heads, head_dim] in the compute type; `layer_blocks` is one layer of a KV cache,
-[num_blocks, 2, num_kv_heads, block_tokens, head_dim] in the KV type; `kv` is [2, num_kv_heads, tokens, head_dim].
-`out` is written; nothing else is.
+[num_blocks, 2, num_kv_heads, block_tokens * head_dim] in the KV type. `out` is written; nothing else is.
 """
 
 from typing import Protocol
@@ -21,17 +20,12 @@ class DecodeAttention(Protocol):
 class PrefillAttention(Protocol):
     """One chunk of one prompt, causal."""
 
-    def run_paged(self, q: Tensor, layer_blocks: Tensor, out: Tensor) -> None:
-        """All tokens up to the chunk's end lie in blocks."""
+    def run(self, q: Tensor, layer_blocks: Tensor, out: Tensor) -> None:
+        """All tokens up to the chunk's end lie in blocks of the device's cache."""
         ...
 
-    def run_dense(self, q: Tensor, kv: Tensor, out: Tensor) -> None:
-        """`kv` holds the tokens from `first_token` to the chunk's end."""
-        ...
-
-    @property
-    def first_token(self) -> int:
-        """First token that any of the chunk sees; a multiple of block_tokens."""
+    def run_on_host(self, q: Tensor, layer_blocks: Tensor, kv: Tensor, out: Tensor) -> None:
+        """They lie in blocks of the host pool; the chunk's own are also `kv` [n, 2, num_kv_heads, head_dim]."""
         ...
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F  # noqa: N812
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpu_svc.kv_cache import block_rows
+from gpu_svc.kv_cache import block_rows, keys_by_token
 from svc_common.model.spec import ModelSpec
 
 # K and V gathered for one call. On a CPU a group's gather should still be in cache when it is read.
@@ -25,12 +25,18 @@ class _Scratch:
 
     def gather(self, layer_blocks: Tensor, rows: Tensor) -> Tensor:
         """[len(rows), block_tokens * head_dim]; valid until the next gather."""
-        source = layer_blocks.flatten(3).flatten(0, 2)
+        source = layer_blocks.flatten(0, 2)
         shape = (len(rows), source.shape[1])
         size = shape[0] * shape[1]
         if self._buffer.numel() < size or self._buffer.dtype != source.dtype or self._buffer.device != source.device:
             self._buffer = torch.empty(size, dtype=source.dtype, device=source.device)
         return torch.index_select(source, 0, rows, out=self._buffer[:size].view(shape))
+
+
+def _by_token(rows: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """K and V of gathered rows, first those of keys: both as `shape` [..., head_dim], token by token."""
+    keys, values = rows.view(2, -1, rows.shape[1])
+    return keys_by_token(keys, shape[-1]).reshape(shape), values.view(shape)
 
 
 class TorchAttention:
@@ -101,7 +107,7 @@ class TorchAttention:
         end_block = -(-(start + num_tokens) // block_tokens)
         table = blocks[None, first_token // block_tokens : end_block].astype(np.int64)
         rows = torch.from_numpy(block_rows(spec.num_kv_heads, table).reshape(-1)).to(self._device)
-        return _TorchPrefill(first_token, start + num_tokens - first_token, mask, rows, spec, self._scratch)
+        return _TorchPrefill(start, num_tokens, first_token, table, mask, rows, spec, self._scratch)
 
 
 def _cut(num_blocks: NDArray[np.int64], max_blocks: int) -> list[tuple[int, int]]:
@@ -139,8 +145,9 @@ class _TorchDecode:
         group_size = spec.num_q_heads // spec.num_kv_heads
         for group in self.groups:
             num_members = len(group.members)
-            gathered = self.scratch.gather(layer_blocks, group.rows).to(self.dtype)
-            k, v = gathered.view(2, num_members, spec.num_kv_heads, -1, spec.head_dim)
+            gathered = self.scratch.gather(layer_blocks, group.rows)
+            k, v = _by_token(gathered, (num_members, spec.num_kv_heads, -1, spec.head_dim))
+            k, v = k.to(self.dtype), v.to(self.dtype)
             # The query heads of one KV head stand where the query tokens of a prompt would.
             grouped = q[group.members].view(num_members, spec.num_kv_heads, group_size, spec.head_dim)
             attended = F.scaled_dot_product_attention(grouped, k, v, attn_mask=group.mask)
@@ -149,24 +156,42 @@ class _TorchDecode:
 
 @dataclass(frozen=True, slots=True)
 class _TorchPrefill:
-    first_token: int
-    num_keys: int
+    start: int
+    num_tokens: int
+    first_token: int  # that any of the chunk sees; a multiple of block_tokens
+    table: NDArray[np.int64]  # [1, stride] blocks from that token on
     mask: Tensor | None  # [num_tokens, num_keys], true where visible; None: plainly causal
-    rows: Tensor  # rows of the cache, see block_rows
+    rows: Tensor  # rows of these blocks in the cache, see block_rows
     spec: ModelSpec
     scratch: _Scratch
 
-    def run_paged(self, q: Tensor, layer_blocks: Tensor, out: Tensor) -> None:
-        gathered = self.scratch.gather(layer_blocks, self.rows)
-        kv = gathered.view(2, self.spec.num_kv_heads, -1, self.spec.head_dim)[:, :, : self.num_keys]
-        self.run_dense(q, kv, out)
+    def run(self, q: Tensor, layer_blocks: Tensor, out: Tensor) -> None:
+        k, v = self._by_token(self.scratch.gather(layer_blocks, self.rows))
+        num_keys = self.start + self.num_tokens - self.first_token
+        self._attend(q, k[:, :num_keys], v[:, :num_keys], out)
 
-    def run_dense(self, q: Tensor, kv: Tensor, out: Tensor) -> None:
-        k, v = kv.to(q.dtype).unsqueeze(1)
+    def run_on_host(self, q: Tensor, layer_blocks: Tensor, kv: Tensor, out: Tensor) -> None:
+        """Only the past is fetched from the host."""
+        num_past = max(self.start - self.first_token, 0)
+        block_tokens = layer_blocks.shape[-1] // self.spec.head_dim
+        past_table = self.table[:, : -(-num_past // block_tokens)]
+        rows = torch.from_numpy(block_rows(self.spec.num_kv_heads, past_table).reshape(-1))
+        past = self._by_token(layer_blocks.flatten(0, 2).index_select(0, rows).to(q.device))
+        # Rounded to the KV type like the past, so that cutting a prompt elsewhere changes nothing.
+        own = kv.permute(1, 2, 0, 3).to(layer_blocks.dtype)
+        k, v = (torch.cat([p[:, :num_past], o], dim=1) for p, o in zip(past, own, strict=True))
+        self._attend(q, k, v, out)
+
+    def _by_token(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V [num_kv_heads, tokens, head_dim] of gathered rows."""
+        num_tokens = rows.numel() // (2 * self.spec.num_kv_heads * self.spec.head_dim)
+        return _by_token(rows, (self.spec.num_kv_heads, num_tokens, self.spec.head_dim))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         attended = F.scaled_dot_product_attention(
             q.transpose(0, 1).unsqueeze(0),
-            k,
-            v,
+            k.to(q.dtype).unsqueeze(0),
+            v.to(q.dtype).unsqueeze(0),
             attn_mask=self.mask,
             is_causal=self.mask is None,
             enable_gqa=self.spec.num_q_heads != self.spec.num_kv_heads,

@@ -39,7 +39,7 @@ class TensorPlane:
     """
 
     pool: Array
-    """[num_layers, num_blocks, 2 (K, V), num_kv_heads, block_tokens * head_dim] as csrc/layout.h says; bf16 as uint16."""
+    """[num_layers, num_blocks, 2 (K, V), num_kv_heads, block_tokens * head_dim], see csrc/layout.h; bf16 as uint16."""
     num_blocks: int
 
     def __init__(self, region: _plane.Region, socket: zmq.Socket[bytes], shape: RegionShape) -> None:

@@ -9,6 +9,9 @@ import torch
 from support.gpu import BLOCK_TOKENS, Driver, load_decoder
 from support.reference import Reference, Verdict
 
+from gpu_svc.attention import CpuAttention, TorchAttention, make_backend
+from gpu_svc.kv_cache import KvShape
+from svc_common.model.spec import ModelSpec
 from svc_common.model.store import ModelFiles
 from svc_common.plan import ExecutionError, NewSequence, PrefillChunk, SubBatch, Swap, Tier
 
@@ -27,6 +30,19 @@ def assert_reference_tokens(reference: Reference, driver: Driver, prompts: dict[
     assert not verdict.mismatches, str(verdict)
 
 
+@pytest.fixture(params=["cpu", "torch"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels, as on device cpu, and torch's own operations, as on a GPU."""
+
+    def make_torch(spec: ModelSpec, shape: KvShape, dtype: torch.dtype, device: torch.device) -> TorchAttention:
+        assert isinstance(make_backend(spec, shape, dtype, device), CpuAttention)
+        return TorchAttention(spec, shape.block_tokens, dtype, device)
+
+    if request.param == "torch":
+        monkeypatch.setattr("gpu_svc.epoch.make_backend", make_torch)
+
+
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("variant", HOST_VARIANTS)
 def test_everything_on_the_host(
     variant: str, checkpoint: GetFiles, reference: GetReference, make_driver: MakeDriver, cpu_attention: Any
@@ -47,6 +63,7 @@ def test_everything_on_the_host(
     assert_reference_tokens(reference(variant), driver)
 
 
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("variant", HOST_VARIANTS)
 def test_two_sub_batches(
     variant: str, checkpoint: GetFiles, reference: GetReference, make_driver: MakeDriver, cpu_attention: Any

@@ -1,11 +1,11 @@
 // Python's view of attention: work prepared once per iteration, then one call per layer on tensors as they are.
 #include "attention_bindings.h"
 
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -13,6 +13,7 @@
 #include "kernels.h"
 #include "kv_write.h"
 #include "prefill_attention.h"
+#include "tensor_view.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -20,19 +21,14 @@ using namespace nb::literals;
 namespace neoflex {
 namespace {
 
-using Array = nb::ndarray<nb::device::cpu>;
-
 void require(bool holds, const char* what) {
     if (!holds) throw nb::value_error(what);
 }
 
-DType dtype_of(const Array& array) {
-    if (array.dtype() == nb::dtype<float>()) return DType::fp32;
-    const auto code = static_cast<nb::dlpack::dtype_code>(array.dtype().code);
-    // numpy has no bf16 and shows its bits as uint16.
-    if (code == nb::dlpack::dtype_code::Bfloat || array.dtype() == nb::dtype<std::uint16_t>()) return DType::bf16;
-    if (code == nb::dlpack::dtype_code::Float && array.dtype().bits == 16) return DType::fp16;
-    throw nb::type_error("arrays must be float32, float16, bfloat16 or, for its bits, uint16");
+void require_contiguous(const TensorView& layer) {
+    std::int64_t stride = 1;
+    for (std::size_t i = layer.ndim; i-- > 0; stride *= layer.shape[i])
+        require(layer.stride[i] == stride || layer.shape[i] == 1, "layer is not contiguous");
 }
 
 // What all work on one kind of cache has in common.
@@ -48,26 +44,23 @@ struct Attention {
     Attention(const Attention&) = delete;
 
     // [num_blocks, 2, num_kv_heads, block_tokens * head_dim]
-    void check_layer(const Array& layer, std::int32_t num_blocks) const {
-        require(layer.ndim() == 4 && layer.shape(1) == 2 &&
-                    layer.shape(2) == static_cast<std::size_t>(heads.num_kv_heads) &&
-                    layer.shape(3) == static_cast<std::size_t>(shape.block_tokens) * shape.head_dim,
+    void check_layer(const TensorView& layer, std::int32_t num_blocks) const {
+        const std::int64_t half_head = std::int64_t{shape.block_tokens} * shape.head_dim;
+        require(layer.ndim == 4 && layer.shape[1] == 2 && layer.shape[2] == heads.num_kv_heads &&
+                    layer.shape[3] == half_head,
                 "layer is not [num_blocks, 2, num_kv_heads, block_tokens * head_dim]");
-        require(layer.shape(0) >= static_cast<std::size_t>(num_blocks), "layer has too few blocks");
-        require(layer.stride(3) == 1 && layer.stride(2) == static_cast<std::int64_t>(layer.shape(3)) &&
-                    layer.stride(0) == static_cast<std::int64_t>(kernel_shape.block_stride),
-                "layer is not contiguous");
-        require(dtype_of(layer) == shape.kv_dtype, "layer is not of the KV type");
+        require(layer.shape[0] >= num_blocks, "layer has too few blocks");
+        require_contiguous(layer);
+        require(layer.dtype == shape.kv_dtype, "layer is not of the KV type");
     }
 
-    // [num_tokens, num_q_heads, head_dim], rows contiguous
-    void check_rows(const Array& rows, std::int32_t num_tokens) const {
-        require(rows.ndim() == 3 && rows.shape(0) == static_cast<std::size_t>(num_tokens) &&
-                    rows.shape(1) == static_cast<std::size_t>(heads.num_q_heads) &&
-                    rows.shape(2) == static_cast<std::size_t>(shape.head_dim),
+    // [num_tokens, num_q_heads, head_dim], heads contiguous
+    void check_rows(const TensorView& rows, std::int32_t num_tokens) const {
+        require(rows.ndim == 3 && rows.shape[0] == num_tokens && rows.shape[1] == heads.num_q_heads &&
+                    rows.shape[2] == shape.head_dim,
                 "q and out are not [num_tokens, num_q_heads, head_dim]");
-        require(rows.stride(2) == 1 && rows.stride(1) == shape.head_dim, "q's and out's heads are not contiguous");
-        require(dtype_of(rows) == shape.exchange_dtype, "q and out are not of the exchange type");
+        require(rows.stride[2] == 1 && rows.stride[1] == shape.head_dim, "q's and out's heads are not contiguous");
+        require(rows.dtype == shape.exchange_dtype, "q and out are not of the exchange type");
     }
 
     Shape shape;
@@ -78,110 +71,103 @@ struct Attention {
     PrefillAttention prefill;
 };
 
+// One more than the largest block that sequences of `context_tokens` use. Throws PlaneError where a number is impossible.
+std::int32_t count_blocks(const DecodeBatch& batch, Shape shape) {
+    shape.max_sequences = batch.num_sequences;
+    check_decodes(batch, shape, std::numeric_limits<std::int32_t>::max());
+    std::int32_t num_blocks = 0;
+    for (std::int32_t s = 0; s < batch.num_sequences; ++s)
+        for (std::int32_t b = 0; b * shape.block_tokens < batch.context_tokens[s]; ++b)
+            num_blocks = std::max(num_blocks, batch.block_tables[s * batch.stride + b] + 1);
+    return num_blocks;
+}
+
 struct DecodeWork {
-    DecodeWork(Attention& attention, const Int32Vector& context_tokens, const Int32Matrix& block_tables,
-               std::int32_t num_blocks)
+    DecodeWork(Attention& attention, const Int32Vector& context_tokens, const Int32Matrix& block_tables)
         : attention(attention),
-          num_blocks(num_blocks),
           context(context_tokens.data(), context_tokens.data() + context_tokens.size()),
           tables(block_tables.data(), block_tables.data() + block_tables.size()),
-          plan(checked(make_batch(context_tokens, block_tables)), attention.heads, attention.kernel_shape,
-               attention.shape.sliding_window, prepare()) {}
+          num_blocks(count_blocks(make_batch(context_tokens, block_tables), attention.shape)),
+          plan({static_cast<std::int32_t>(context.size()), context.data(), tables.data(),
+                static_cast<std::int32_t>(block_tables.shape(1))},
+               attention.heads, attention.kernel_shape, attention.shape.sliding_window, attention.threads.resize()) {
+        attention.decode.prepare(attention.threads.num_threads());
+    }
     DecodeWork(const DecodeWork&) = delete;
 
-    void run(const Array& q, const Array& layer, const Array& out) {
+    void run(nb::handle q_array, nb::handle layer_array, nb::handle out_array) {
+        const TensorView q = view_of(q_array), layer = view_of(layer_array), out = view_of(out_array);
         const auto num_sequences = static_cast<std::int32_t>(context.size());
         attention.check_rows(q, num_sequences);
         attention.check_rows(out, num_sequences);
         attention.check_layer(layer, num_blocks);
-        require(out.stride(0) == static_cast<std::int64_t>(out.shape(1) * out.shape(2)), "out is not contiguous");
-        const LayerTensors tensors{static_cast<std::byte*>(layer.data()),
-                                   static_cast<const std::byte*>(q.data()),
-                                   static_cast<std::size_t>(q.stride(0)),
-                                   nullptr,
-                                   nullptr,
-                                   static_cast<std::byte*>(out.data())};
+        const LayerTensors tensors{layer.data, q.data,  static_cast<std::size_t>(q.stride[0]),
+                                   nullptr,    nullptr, out.data,
+                                   static_cast<std::size_t>(out.stride[0])};
         nb::gil_scoped_release release;
         attention.decode.run(plan, tensors);
     }
 
-    // The same batch over this object's own copies.
-    DecodeBatch checked(DecodeBatch batch) const {
-        Shape shape = attention.shape;
-        shape.max_sequences = batch.num_sequences;
-        check_decodes(batch, shape, num_blocks);
-        return {batch.num_sequences, context.data(), tables.data(), batch.stride};
-    }
-
-    int prepare() const {
-        const int num_threads = attention.threads.resize();
-        attention.decode.prepare(num_threads);
-        return num_threads;
-    }
-
     Attention& attention;
-    std::int32_t num_blocks;
     std::vector<std::int32_t> context;
     std::vector<std::int32_t> tables;
+    std::int32_t num_blocks;
     DecodePlan plan;
 };
 
 struct PrefillWork {
-    PrefillWork(Attention& attention, std::int32_t start, std::int32_t num_tokens, const Int32Vector& block_table,
-                std::int32_t num_blocks)
+    PrefillWork(Attention& attention, std::int32_t start, std::int32_t num_tokens, const Int32Vector& block_table)
         : attention(attention),
-          num_blocks(num_blocks),
           table(block_table.data(), block_table.data() + block_table.size()),
           chunk{start, num_tokens, attention.shape.sliding_window, table.data()} {
         require(start >= 0 && num_tokens >= 1, "start must not be negative, num_tokens at least 1");
-        const std::int32_t context = start + num_tokens;
-        Shape shape = attention.shape;
-        shape.max_sequences = 1;
-        check_decodes({1, &context, table.data(), static_cast<std::int32_t>(table.size())}, shape, num_blocks);
+        const std::int32_t end = start + num_tokens;
+        num_blocks = count_blocks({1, &end, table.data(), static_cast<std::int32_t>(table.size())}, attention.shape);
         attention.prefill.prepare(attention.threads.resize());
     }
     PrefillWork(const PrefillWork&) = delete;
 
-    void run(const Array& q, const Array& layer, const Array& out) {
+    void run(nb::handle q_array, nb::handle layer_array, nb::handle out_array) {
+        const TensorView q = view_of(q_array), layer = view_of(layer_array), out = view_of(out_array);
         attention.check_rows(q, chunk.num_tokens);
         attention.check_rows(out, chunk.num_tokens);
         attention.check_layer(layer, num_blocks);
-        const PrefillTensors tensors{static_cast<std::byte*>(layer.data()), static_cast<const std::byte*>(q.data()),
-                                     static_cast<std::size_t>(q.stride(0)), static_cast<std::byte*>(out.data()),
-                                     static_cast<std::size_t>(out.stride(0))};
+        const PrefillTensors tensors{layer.data, q.data, static_cast<std::size_t>(q.stride[0]), out.data,
+                                     static_cast<std::size_t>(out.stride[0])};
         nb::gil_scoped_release release;
         attention.prefill.run(chunk, tensors);
     }
 
     Attention& attention;
-    std::int32_t num_blocks;
     std::vector<std::int32_t> table;
     PrefillChunk chunk;
+    std::int32_t num_blocks = 0;
 };
 
-void write_tokens(ThreadPool& threads, const Array& layer, const Int32Vector& blocks, const Int32Vector& offsets,
-                  const Array& kv, const std::string& instruction_set) {
-    require(layer.ndim() == 4 && kv.ndim() == 4 && kv.shape(1) == 2 && layer.shape(1) == 2, "layer or kv has wrong axes");
-    const auto head_dim = static_cast<std::int32_t>(kv.shape(3));
-    require(head_dim >= 1 && head_dim <= max_head_dim && layer.shape(2) == kv.shape(2) &&
-                layer.shape(3) % kv.shape(3) == 0,
-            "kv [n, 2, num_kv_heads, head_dim] does not fit layer [num_blocks, 2, num_kv_heads, block_tokens * head_dim]");
-    require(blocks.shape(0) == kv.shape(0) && offsets.shape(0) == kv.shape(0), "blocks, offsets and kv differ in length");
-    require(kv.stride(3) == 1 && kv.stride(2) == head_dim &&
-                kv.stride(1) == head_dim * static_cast<std::int64_t>(kv.shape(2)),
+void write_tokens(ThreadPool& threads, nb::handle layer_array, const Int32Vector& blocks, const Int32Vector& offsets,
+                  nb::handle kv_array, const std::string& instruction_set) {
+    const TensorView layer = view_of(layer_array), kv = view_of(kv_array);
+    require(layer.ndim == 4 && kv.ndim == 4 && kv.shape[1] == 2 && layer.shape[1] == 2 && kv.shape[3] >= 1 &&
+                kv.shape[3] <= max_head_dim && layer.shape[2] == kv.shape[2] && layer.shape[3] % kv.shape[3] == 0,
+            "kv is not [n, 2, num_kv_heads, head_dim] or does not fit layer [num_blocks, 2, num_kv_heads, "
+            "block_tokens * head_dim]");
+    require(blocks.size() == static_cast<std::size_t>(kv.shape[0]) && offsets.size() == blocks.size(),
+            "blocks, offsets and kv differ in length");
+    require(kv.stride[3] == 1 && kv.stride[2] == kv.shape[3] && kv.stride[1] == kv.shape[3] * kv.shape[2],
             "a token's kv is not contiguous");
-    const auto num_heads = static_cast<std::int32_t>(kv.shape(2));
-    const auto block_tokens = static_cast<std::int32_t>(layer.shape(3) / kv.shape(3));
+    require_contiguous(layer);
+    const auto num_heads = static_cast<std::int32_t>(kv.shape[2]);
     const HeadCounts heads{num_heads, num_heads};
     const KernelShape shape =
-        make_kernel_shape(heads, head_dim, block_tokens, dtype_of(layer), dtype_of(kv), 1.0f, no_softcap);
-    require(layer.stride(3) == 1 && layer.stride(0) == static_cast<std::int64_t>(shape.block_stride),
-            "layer is not contiguous");
-    const KvTokens tokens{static_cast<std::int32_t>(kv.shape(0)), blocks.data(), offsets.data(),
-                          static_cast<const std::byte*>(kv.data()), static_cast<std::size_t>(kv.stride(0))};
-    check_places(tokens, static_cast<std::int32_t>(layer.shape(0)), block_tokens);
+        make_kernel_shape(heads, static_cast<std::int32_t>(kv.shape[3]),
+                          static_cast<std::int32_t>(layer.shape[3] / kv.shape[3]), layer.dtype, kv.dtype, 1.0f, no_softcap);
+    const KvTokens tokens{static_cast<std::int32_t>(kv.shape[0]), blocks.data(), offsets.data(), kv.data,
+                          static_cast<std::size_t>(kv.stride[0])};
+    const Kernel& kernel = choose_kernel(instruction_set);
+    nb::gil_scoped_release release;
+    check_places(tokens, static_cast<std::int32_t>(layer.shape[0]), shape.block_tokens);
     threads.resize();
-    write_kv(choose_kernel(instruction_set), heads, shape, threads, tokens, static_cast<std::byte*>(layer.data()));
+    write_kv(kernel, heads, shape, threads, tokens, layer.data);
 }
 
 void make_attention(Attention* self, std::int32_t num_q_heads, std::int32_t num_kv_heads, std::int32_t head_dim,
@@ -214,24 +200,24 @@ void bind_attention(nb::module_& m) {
              "Types are \"fp32\", \"fp16\" or \"bf16\"; the exchange type is that of q and out. A sliding window or a\n"
              "softcap of 0 is none. Raises PlaneError where the shape is impossible.");
     const char* run_text =
-        "One layer: q and out [num_tokens, num_q_heads, head_dim], heads contiguous; layer [num_blocks, 2,\n"
+        "One layer: q and out [num_tokens, num_q_heads, head_dim], heads contiguous; layer_blocks [num_blocks, 2,\n"
         "num_kv_heads, block_tokens * head_dim], laid out as svc_common/tensor_plane/csrc/layout.h says. torch or\n"
         "numpy; bf16 may come as uint16. Raises ValueError or TypeError where one does not fit.";
-    const auto run_sig = nb::sig("def run(self, q: object, layer: object, out: object) -> None");
+    const auto run_sig = nb::sig("def run(self, q: object, layer_blocks: object, out: object) -> None");
     nb::class_<DecodeWork>(m, "DecodeWork", "One token of each of n sequences whose KV, this token's too, lies in blocks.")
-        .def(nb::init<Attention&, const Int32Vector&, const Int32Matrix&, std::int32_t>(), "attention"_a,
-             "context_tokens"_a, "block_tables"_a, "num_blocks"_a, nb::keep_alive<1, 2>(),
+        .def(nb::init<Attention&, const Int32Vector&, const Int32Matrix&>(), "attention"_a, "context_tokens"_a,
+             "block_tables"_a, nb::keep_alive<1, 2>(),
              nb::sig("def __init__(self, attention: Attention, context_tokens: numpy.typing.NDArray[numpy.int32], "
-                     "block_tables: numpy.typing.NDArray[numpy.int32], num_blocks: int) -> None"),
+                     "block_tables: numpy.typing.NDArray[numpy.int32]) -> None"),
              "context_tokens [n], block_tables [n, stride]. Raises PlaneError where a number is out of range.")
-        .def("run", &DecodeWork::run, "q"_a, "layer"_a, "out"_a, run_sig, run_text);
+        .def("run", &DecodeWork::run, "q"_a, "layer_blocks"_a, "out"_a, run_sig, run_text);
     nb::class_<PrefillWork>(m, "PrefillWork", "A chunk of one prompt, causal, whose KV up to its end lies in blocks.")
-        .def(nb::init<Attention&, std::int32_t, std::int32_t, const Int32Vector&, std::int32_t>(), "attention"_a,
-             "start"_a, "num_tokens"_a, "block_table"_a, "num_blocks"_a, nb::keep_alive<1, 2>(),
+        .def(nb::init<Attention&, std::int32_t, std::int32_t, const Int32Vector&>(), "attention"_a, "start"_a,
+             "num_tokens"_a, "block_table"_a, nb::keep_alive<1, 2>(),
              nb::sig("def __init__(self, attention: Attention, start: int, num_tokens: int, "
-                     "block_table: numpy.typing.NDArray[numpy.int32], num_blocks: int) -> None"),
+                     "block_table: numpy.typing.NDArray[numpy.int32]) -> None"),
              "`start` tokens come before the chunk. Raises PlaneError where a number is out of range.")
-        .def("run", &PrefillWork::run, "q"_a, "layer"_a, "out"_a, run_sig, run_text);
+        .def("run", &PrefillWork::run, "q"_a, "layer_blocks"_a, "out"_a, run_sig, run_text);
     m.def("write_kv", &write_tokens, "threads"_a, "layer"_a, "blocks"_a, "offsets"_a, "kv"_a, "instruction_set"_a,
           nb::sig("def write_kv(threads: ThreadPool, layer: object, blocks: numpy.typing.NDArray[numpy.int32], "
                   "offsets: numpy.typing.NDArray[numpy.int32], kv: object, instruction_set: str) -> None"),

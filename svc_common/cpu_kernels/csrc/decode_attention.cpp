@@ -115,7 +115,7 @@ void DecodeAttention::run_piece(DecodePlan& plan, const DecodePlan::Piece& piece
     const std::size_t kv_row = (sequence * heads_.num_kv_heads + kv_head) * shape_.head_dim * exchange_bytes;
     const std::size_t group_row = kv_head * shape_.group * shape_.head_dim;
     const std::byte* q = layer.q + (sequence * layer.q_stride + group_row) * exchange_bytes;
-    std::byte* out = layer.out + kv_row * shape_.group;
+    std::byte* out = layer.out + (sequence * layer.out_stride + group_row) * exchange_bytes;
     const std::size_t head_elements = static_cast<std::size_t>(shape_.block_tokens) * shape_.head_dim;
     const HeadKv kv{layer.pool + kv_head * head_elements * dtype_bytes(shape_.kv_dtype),
                     plan.batch_.block_tables + sequence * plan.batch_.stride};

@@ -33,7 +33,8 @@ struct LayerTensors {
     std::size_t q_stride;  // elements from a sequence to the next
     const std::byte* k;    // [num_sequences, num_kv_heads, head_dim]
     const std::byte* v;    // like k
-    std::byte* out;        // [num_sequences, num_q_heads, head_dim]
+    std::byte* out;        // like q
+    std::size_t out_stride;
 };
 
 // Throws PlaneError where a number is out of range.
