@@ -58,4 +58,4 @@ class Case:
     @property
     def atol(self) -> float:
         """Of outputs of about 1. A score's rounding, in proportion to the score or its cap, goes into its weight."""
-        return TOLERANCE[self.exchange_dtype] + 4e-7 * self.softcap + 4e-6 * (self.scale or 0.0)
+        return TOLERANCE[self.exchange_dtype] + 4e-7 * self.softcap + 8e-6 * (self.scale or 0.0)

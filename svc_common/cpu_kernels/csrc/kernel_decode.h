@@ -89,9 +89,10 @@ struct DecodePart : Part<KV> {
     std::ptrdiff_t next_values;  // bytes from its values to the later ones
 };
 
-template <typename S, std::size_t Bytes>
+// Into the second-level cache: the first level takes too few misses at a time for the memory's latency.
+template <std::size_t Bytes>
 [[gnu::always_inline]] inline void fetch(const char* from) {
-    for (std::size_t line = 0; line < Bytes; line += cache_line) __builtin_prefetch(from + line);
+    for (std::size_t line = 0; line < Bytes; line += cache_line) __builtin_prefetch(from + line, 0, 2);
 }
 
 // Scores of `width` tokens from `offset` of a block on: one vector per head, to rows of `out`. Fetches `next` at the
@@ -107,7 +108,7 @@ template <typename S, typename KV, bool Dot, int Heads>
     const KV* keys = block + offset * key_pack<KV>;
     constexpr std::size_t step_bytes = 2 * S::width * sizeof(KV);
     for (std::int32_t i = 0; i < num_pairs; ++i, keys += 2 * stride, next += step_bytes) {
-        fetch<S, step_bytes>(next);
+        fetch<step_bytes>(next);
         if constexpr (Dot) {
             const auto x = S::load_words(keys);
             const auto* words = reinterpret_cast<const BFloat*>(q) + i * Heads * 2;
@@ -222,13 +223,13 @@ template <typename S, typename KV, bool Dot, int Heads, int Pairs, bool Whole>
         std::int32_t t = 0;
         if constexpr (Dot && Whole) {
             for (; t + 2 <= part.count; t += 2, row += 2 * stride) {
-                fetch<S, row_bytes>(reinterpret_cast<const char*>(row) + part.next_values);
-                fetch<S, row_bytes>(reinterpret_cast<const char*>(row + stride) + part.next_values);
+                fetch<row_bytes>(reinterpret_cast<const char*>(row) + part.next_values);
+                fetch<row_bytes>(reinterpret_cast<const char*>(row + stride) + part.next_values);
                 columns.add_two(row, stride, scratch.pairs + first_weight + t);
             }
         }
         for (; t < part.count; ++t, row += stride) {
-            fetch<S, row_bytes>(reinterpret_cast<const char*>(row) + part.next_values);
+            fetch<row_bytes>(reinterpret_cast<const char*>(row) + part.next_values);
             columns.template add<Whole>(row, stride - column, scratch.weights + first_weight + t);
         }
     }
