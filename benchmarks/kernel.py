@@ -80,7 +80,12 @@ class Decodes:
         shape = (num_blocks, 2, heads.num_kv_heads, BLOCK_TOKENS * heads.head_dim)
         self.layer_bytes = int(np.prod(shape)) * self._dtype.itemsize
         num_layers = max(1, WORKING_SET_BYTES // self.layer_bytes)
-        self._layers = [torch.empty(shape, dtype=self._dtype).normal_() for _ in range(num_layers)]
+        # numpy asks for huge pages, as the read ceiling's memory has them.
+        memory = torch.from_numpy(np.empty(num_layers * self.layer_bytes, np.uint8))
+        self._layers = list(memory.view(self._dtype).view(num_layers, *shape))
+        noise = torch.randn(shape).to(self._dtype)
+        for layer in self._layers:
+            layer.copy_(noise)
         self._turn = cycle(self._layers)
         self._q = torch.randn(num_sequences, heads.num_q_heads, heads.head_dim).to(self._dtype)
         self._out = torch.empty_like(self._q)

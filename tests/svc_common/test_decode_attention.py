@@ -1,5 +1,8 @@
 """Each kernel against the formula in float64: decode attention."""
 
+import ctypes
+import mmap
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -88,6 +91,27 @@ def test_every_type(instruction_set: str, kv_dtype: str, exchange_dtype: str) ->
 @pytest.mark.parametrize("window", [1, 15, 16, 100, 5000])
 def test_sliding_window(instruction_set: str, window: int, num_threads: int) -> None:
     run_and_compare(Case(window=window), [1, 15, 16, 17, 116, 1999], instruction_set, num_threads, seed=5)
+
+
+@EACH_INSTRUCTION_SET
+@pytest.mark.parametrize("kv_dtype", DTYPES)
+def test_blocks_smaller_than_a_vector(instruction_set: str, kv_dtype: str) -> None:
+    """Their pool ends where the memory does: the page behind it cannot be read."""
+    case = Case(num_q_heads=1, num_kv_heads=1, head_dim=3, block_tokens=2, kv_dtype=kv_dtype)
+    random = np.random.default_rng(11)
+    q, layer = random.standard_normal((1, 1, 3)).astype(np.float32), to_blocks(random.random((4, 2, 1, 2, 3)), kv_dtype)
+    tables, context = np.array([[0, 2, 1, 3, 3]], np.int32), np.array([9], np.int32)
+    page = mmap.PAGESIZE
+    with mmap.mmap(-1, 2 * page) as memory:
+        whole = np.frombuffer(memory, np.uint8)
+        libc = ctypes.CDLL(None, use_errno=True)
+        assert libc.mprotect(ctypes.c_void_p(whole.ctypes.data + page), page, mmap.PROT_NONE) == 0
+        at_end = whole[page - layer.nbytes : page].view(layer.dtype).reshape(layer.shape)
+        at_end[:] = layer
+        out = run(case, (q, at_end, tables, context), instruction_set)
+        want = attention(decode(q), from_blocks(layer, 3), tables, context, case.softmax_scale, 0)
+        np.testing.assert_allclose(out, want, rtol=0, atol=case.atol)
+        del whole, at_end
 
 
 @EACH_INSTRUCTION_SET

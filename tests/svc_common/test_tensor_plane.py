@@ -35,7 +35,7 @@ def test_pool_takes_what_fits_and_the_rest_is_small(segment: Segment) -> None:
 
 def test_arrays_are_shared_and_disjoint(segment: Segment) -> None:
     plane = attach(segment)
-    assert plane.pool.shape == (3, 39, 2, 2, 8, 40)
+    assert plane.pool.shape == (3, 39, 2, 2, 8 * 40)
     assert plane.pool.dtype == np.float16
     assert [plane.q(0).shape, plane.k(0).shape, plane.v(1).shape, plane.out(1).shape] == [
         (5, 6, 40),
@@ -83,7 +83,7 @@ def test_names_go_while_the_region_stays(segment: Segment, segment_dir: Path) ->
     ("offset", "value", "message"),
     [
         (0, struct.pack("<Q", 1), "not a NeoFlex region"),
-        (8, struct.pack("<I", 99), "layout version 99, this side has 1"),
+        (8, struct.pack("<I", 99), "layout version 99, this side has 2"),
         (24, struct.pack("<Q", 1 << 20), "its header says 1048576"),
     ],
 )

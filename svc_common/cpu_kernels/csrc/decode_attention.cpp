@@ -54,6 +54,10 @@ KernelShape make_kernel_shape(const HeadCounts& heads, std::int32_t head_dim, st
             softcap};
 }
 
+const Kernel& fitting_kernel(const Kernel& kernel, const KernelShape& shape) {
+    return shape.value_offset < 2 * max_lanes ? scalar_kernel : kernel;
+}
+
 DecodePlan::DecodePlan(const DecodeBatch& batch, const HeadCounts& heads, const KernelShape& shape,
                        std::int32_t sliding_window, int num_threads)
     : batch_(batch) {
@@ -93,7 +97,7 @@ DecodePlan::DecodePlan(const DecodeBatch& batch, const HeadCounts& heads, const 
 
 DecodeAttention::DecodeAttention(const Kernel& kernel, const HeadCounts& heads, const KernelShape& shape,
                                  ThreadPool& threads)
-    : kernel_(kernel), heads_(heads), shape_(shape), threads_(threads) {}
+    : kernel_(fitting_kernel(kernel, shape)), heads_(heads), shape_(shape), threads_(threads) {}
 
 void DecodeAttention::prepare(int num_threads) {
     while (scratch_.size() < static_cast<std::size_t>(num_threads))

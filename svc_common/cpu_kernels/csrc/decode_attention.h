@@ -46,6 +46,10 @@ inline constexpr float no_softcap = 0.0f;
 KernelShape make_kernel_shape(const HeadCounts& heads, std::int32_t head_dim, std::int32_t block_tokens,
                               DType kv_dtype, DType exchange_dtype, float softmax_scale, float softcap);
 
+// A kernel's vectors of keys may end past a block's last key, among its values. Where these are too few, the scalar
+// kernel takes its place.
+const Kernel& fitting_kernel(const Kernel& kernel, const KernelShape& shape);
+
 // How a batch is cut into pieces of one KV head of one sequence, or a span of its tokens. Same for all layers.
 class DecodePlan {
   public:

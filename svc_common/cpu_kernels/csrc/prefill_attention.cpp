@@ -17,7 +17,7 @@ std::int32_t divide_up(std::int32_t a, std::int32_t b) { return (a + b - 1) / b;
 
 PrefillAttention::PrefillAttention(const Kernel& kernel, const HeadCounts& heads, const KernelShape& shape,
                                    ThreadPool& threads)
-    : kernel_(kernel), heads_(heads), shape_(shape), threads_(threads) {}
+    : kernel_(fitting_kernel(kernel, shape)), heads_(heads), shape_(shape), threads_(threads) {}
 
 void PrefillAttention::prepare(int num_threads) {
     while (scratch_.size() < static_cast<std::size_t>(num_threads))
