@@ -101,17 +101,15 @@ def test_blocks_smaller_than_a_vector(instruction_set: str, kv_dtype: str) -> No
     random = np.random.default_rng(11)
     q, layer = random.standard_normal((1, 1, 3)).astype(np.float32), to_blocks(random.random((4, 2, 1, 2, 3)), kv_dtype)
     tables, context = np.array([[0, 2, 1, 3, 3]], np.int32), np.array([9], np.int32)
-    page = mmap.PAGESIZE
-    with mmap.mmap(-1, 2 * page) as memory:
-        whole = np.frombuffer(memory, np.uint8)
-        libc = ctypes.CDLL(None, use_errno=True)
-        assert libc.mprotect(ctypes.c_void_p(whole.ctypes.data + page), page, mmap.PROT_NONE) == 0
-        at_end = whole[page - layer.nbytes : page].view(layer.dtype).reshape(layer.shape)
-        at_end[:] = layer
-        out = run(case, (q, at_end, tables, context), instruction_set)
-        want = attention(decode(q), from_blocks(layer, 3), tables, context, case.softmax_scale, 0)
-        np.testing.assert_allclose(out, want, rtol=0, atol=case.atol)
-        del whole, at_end
+    memory = np.frombuffer(mmap.mmap(-1, 2 * mmap.PAGESIZE), np.uint8)
+    no_access = 0
+    behind = ctypes.c_void_p(memory.ctypes.data + mmap.PAGESIZE)
+    assert ctypes.CDLL(None).mprotect(behind, mmap.PAGESIZE, no_access) == 0
+    at_end = memory[mmap.PAGESIZE - layer.nbytes : mmap.PAGESIZE].view(layer.dtype).reshape(layer.shape)
+    at_end[:] = layer
+    out = run(case, (q, at_end, tables, context), instruction_set)
+    want = attention(decode(q), from_blocks(layer, 3), tables, context, case.softmax_scale, 0)
+    np.testing.assert_allclose(out, want, rtol=0, atol=case.atol)
 
 
 @EACH_INSTRUCTION_SET
