@@ -1,5 +1,6 @@
 // Python's view of the kernels: the thread pool they run on, which of them run here, what they do.
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -12,6 +13,8 @@ using namespace nb::literals;
 
 namespace neoflex {
 namespace {
+
+using Memory = nb::ndarray<const std::uint8_t, nb::shape<-1>, nb::c_contig, nb::device::cpu>;
 
 std::vector<std::string> names_of(const std::vector<const Kernel*>& kernels) {
     std::vector<std::string> names;
@@ -37,11 +40,15 @@ NB_MODULE(_kernels, m) {
         "wanted"_a, "The fastest for \"auto\". Raises ValueError where the wanted one does not run here.");
     m.def(
         "read_ceiling",
-        [](ThreadPool& threads, std::size_t num_bytes, int num_rounds) {
-            return read_ceiling(choose_kernel("auto"), threads, num_bytes, num_rounds);
+        [](ThreadPool& threads, const Memory& memory, int num_rounds) {
+            nb::gil_scoped_release release;
+            return read_ceiling(choose_kernel("auto"), threads, reinterpret_cast<const std::byte*>(memory.data()),
+                                memory.size(), num_rounds);
         },
-        "threads"_a, "num_bytes"_a, "num_rounds"_a, nb::call_guard<nb::gil_scoped_release>(),
-        "Bytes per second of a plain read of so many bytes of fresh memory, all threads; the best round.");
+        "threads"_a, "memory"_a, "num_rounds"_a,
+        nb::sig("def read_ceiling(threads: ThreadPool, memory: numpy.typing.NDArray[numpy.uint8], num_rounds: int) "
+                "-> float"),
+        "Bytes per second of a plain read of memory, front to end, all threads; the best round.");
     m.def(
         "fma_peak",
         [](ThreadPool& threads, int num_rounds) { return fma_peak(choose_kernel("auto"), threads, num_rounds); },

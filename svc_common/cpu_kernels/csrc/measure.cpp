@@ -1,13 +1,9 @@
 #include "measure.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
-#include <cstring>
-#include <new>
 
 namespace neoflex {
 
@@ -30,25 +26,19 @@ double best_seconds(int num_rounds, F f) {
 
 }  // namespace
 
-double read_ceiling(const Kernel& kernel, ThreadPool& threads, std::size_t num_bytes, int num_rounds) {
-    const std::size_t num_portions = std::max<std::size_t>(num_bytes / portion_bytes, 1);
-    const std::size_t mapped_bytes = num_portions * portion_bytes;
-    void* memory = ::mmap(nullptr, mapped_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (memory == MAP_FAILED) throw std::bad_alloc();
-    ::madvise(memory, mapped_bytes, MADV_HUGEPAGE);
-    // Untouched pages are all the same one.
-    std::memset(memory, 1, mapped_bytes);
+double read_ceiling(const Kernel& kernel, ThreadPool& threads, const std::byte* memory, std::size_t num_bytes,
+                    int num_rounds) {
+    const auto num_portions = static_cast<std::uint32_t>((num_bytes + portion_bytes - 1) / portion_bytes);
     threads.resize();
-    const auto* words = static_cast<const std::uint64_t*>(memory);
-    constexpr std::size_t portion_words = portion_bytes / sizeof(std::uint64_t);
     std::atomic<std::uint64_t> sum{0};
     const double seconds = best_seconds(num_rounds, [&] {
-        threads.run(static_cast<std::uint32_t>(num_portions), true, [&](std::uint32_t portion, int) {
-            sum += kernel.read(words + portion * portion_words, portion_words);
+        threads.run(num_portions, true, [&](std::uint32_t portion, int) {
+            const std::size_t start = portion * portion_bytes;
+            const auto* words = reinterpret_cast<const std::uint64_t*>(memory + start);
+            sum += kernel.read(words, std::min(portion_bytes, num_bytes - start) / sizeof(std::uint64_t));
         });
     });
-    ::munmap(memory, mapped_bytes);
-    return static_cast<double>(mapped_bytes) / seconds;
+    return static_cast<double>(num_bytes) / seconds;
 }
 
 double fma_peak(const Kernel& kernel, ThreadPool& threads, int num_rounds) {

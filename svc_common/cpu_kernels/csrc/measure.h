@@ -8,9 +8,10 @@
 
 namespace neoflex {
 
-// Bytes per second of reading `num_bytes` once, front to end, by all threads; the best of `num_rounds`. Reads
-// memory of its own; the caller chooses more than the caches hold.
-double read_ceiling(const Kernel& kernel, ThreadPool& threads, std::size_t num_bytes, int num_rounds);
+// Bytes per second of reading `memory` once, front to end, by all threads; the best of `num_rounds`. The caller gives
+// more than the caches hold.
+double read_ceiling(const Kernel& kernel, ThreadPool& threads, const std::byte* memory, std::size_t num_bytes,
+                    int num_rounds);
 
 // Fused multiply-adds per second of fp32 in registers, all threads; the best of `num_rounds`.
 double fma_peak(const Kernel& kernel, ThreadPool& threads, int num_rounds);
