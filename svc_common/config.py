@@ -125,7 +125,7 @@ class CpuAttnConfig(Section):
     """Threads at start; changes live by RPC."""
     max_threads: Annotated[int, Field(ge=0)] = 0
     """Most threads by RPC; 0: the cores this process may use."""
-    instruction_set: Literal["auto", "scalar", "avx2", "avx512", "neon"] = "auto"
+    instruction_set: Literal["auto", "scalar", "avx2", "avx512", "avx512_bf16", "neon"] = "auto"
     """Kernel to use; "auto": the best this processor runs."""
     segment_dir: Path = Path("/dev/shm")
     """Directory of the shared region."""
