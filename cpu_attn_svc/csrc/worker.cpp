@@ -87,8 +87,9 @@ void Worker::wait_for_submit(const SubBatch& batch, int layer) {
         }
         return why != nullptr;
     };
-    const auto result = wait_for(region_.control().submitted[batch.slot], batch.first_submit + layer + 1,
-                                 spin_[batch.slot], Clock::time_point::max(), interrupted);
+    const auto result = waiters_[batch.slot].wait(region_.control().submitted[batch.slot],
+                                                  batch.first_submit + layer + 1, Clock::time_point::max(),
+                                                  interrupted);
     if (result != WaitResult::reached) throw Interrupted(why);
 }
 

@@ -37,7 +37,7 @@ void ThreadPool::run_with_helpers(std::uint32_t num_tasks) {
     start_.ring(job_);
     take_tasks(0);
     // Helpers that still compute ring; those that never woke up have nothing left to take.
-    wait_for(all_done_, job_, caller_spin_, Clock::time_point::max(), [](bool) { return false; });
+    join_waiter_.wait(all_done_, job_, Clock::time_point::max(), [](bool) { return false; });
 }
 
 void ThreadPool::take_tasks(int thread) {
@@ -57,9 +57,9 @@ void ThreadPool::take_tasks(int thread) {
 }
 
 void ThreadPool::help(const Helper& self, int thread, std::uint32_t seen) {
-    SpinBudget spin;
+    Waiter waiter;
     auto stopped = [&](bool) { return self.stop.load(); };
-    while (wait_for(start_, seen + 1, spin, Clock::time_point::max(), stopped) == WaitResult::reached) {
+    while (waiter.wait(start_, seen + 1, Clock::time_point::max(), stopped) == WaitResult::reached) {
         seen = start_.number.load(std::memory_order_acquire);
         take_tasks(thread);
     }

@@ -8,7 +8,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "doorbell.h"
+#include "waiter.h"
 
 namespace neoflex {
 
@@ -66,7 +66,7 @@ class ThreadPool {
     Doorbell all_done_;  // likewise
     alignas(64) std::atomic<std::uint32_t> num_done_{0};
     std::uint32_t job_ = 0;
-    SpinBudget caller_spin_;
+    Waiter join_waiter_;
 };
 
 }  // namespace neoflex
