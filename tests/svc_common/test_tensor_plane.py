@@ -251,16 +251,16 @@ def test_tensors_of_torch_are_read_in_place(segment: Segment) -> None:
     [
         ({"q": np.zeros((5, 6, 40), np.float64)}, "q is not of the exchange's type"),
         ({"q": np.zeros((5, 6, 40), np.int32)}, "q is not of the exchange's type"),
-        ({"q": np.zeros((5, 240), np.float32)}, "q has 2 axes, not 3"),
+        ({"q": np.zeros((5, 240), np.float32)}, "q has another number of axes"),
         ({"q": np.zeros((5, 5, 40), np.float32)}, "q has other heads"),
         ({"q": np.zeros((5, 6, 80), np.float32)[:, :, ::2]}, "q is not contiguous in its last axis"),
         ({"q": [1.0]}, "q is no writable array"),
         ({"kv": np.zeros((5, 3, 2, 40), np.float32)}, "kv is not K and V"),
         ({"kv": np.zeros((5, 2, 2, 41), np.float32)}, "kv has other heads"),
-        ({"kv": np.zeros((4, 2, 2, 40), np.float32)}, "kv has not 4 rows from 1 on"),
-        ({"first_row": -1}, "q has not "),
-        ({"first_row": 2**63 - 1}, "q has not "),
-        ({"num_rows": -1}, "q has not "),
+        ({"kv": np.zeros((4, 2, 2, 40), np.float32)}, "kv has not all of these rows"),
+        ({"first_row": -1}, "q has not all"),
+        ({"first_row": 2**63 - 1}, "q has not all"),
+        ({"num_rows": -1}, "q has not all"),
         ({"num_rows": 6, "first_row": 0, "q": np.zeros((6, 6, 40), np.float32)}, "more rows than fit into a slot"),
     ],
 )
@@ -272,7 +272,7 @@ def test_nothing_else_is_submitted(segment: Segment, change: dict[str, object], 
         plane.submit_rows(0, **arguments)  # type: ignore[arg-type]
     plane.wait(0, 0.0)  # nothing was submitted
     assert not plane.q(0).any()
-    with pytest.raises(PlaneError, match="out has not 4 rows from 1 on"):
+    with pytest.raises(PlaneError, match="out has not all of these rows"):
         plane.wait_rows(0, np.zeros((4, 6, 40), np.float32), 1, 4, 0.0)
     frozen = np.zeros((5, 6, 40), np.float32)
     frozen.flags.writeable = False

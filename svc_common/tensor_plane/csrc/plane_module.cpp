@@ -44,7 +44,7 @@ RowsView rows_of(const TensorView& tensor, std::int64_t first_row, int head_axis
 void check_rows(const TensorView& tensor, const Shape& shape, std::int64_t first_row, std::int64_t num_rows) {
     tensor.require(num_rows >= 0 && num_rows <= tensor.size(0) && first_row >= 0 &&
                        first_row <= tensor.size(0) - num_rows,
-                   "has not " + std::to_string(num_rows) + " rows from " + std::to_string(first_row) + " on");
+                   "has not all of these rows");
     tensor.require(num_rows <= shape.max_sequences, "has more rows than fit into a slot");
 }
 

@@ -55,7 +55,7 @@ class TensorView {
         }
         require(view_.device.device_type == nanobind::device::cpu::value, "does not lie in the CPU's memory");
         require(is(dtype), "is not of the exchange's type");
-        require(view_.ndim == ndim, "has " + std::to_string(view_.ndim) + " axes, not " + std::to_string(ndim));
+        require(view_.ndim == ndim, "has another number of axes");
         require(view_.strides[ndim - 1] == 1 || view_.shape[ndim - 1] == 1, "is not contiguous in its last axis");
     }
 
@@ -63,7 +63,7 @@ class TensorView {
     std::int64_t stride_bytes(int axis) const { return view_.strides[axis] * (view_.dtype.bits / 8); }
     std::byte* data() const { return static_cast<std::byte*>(view_.data) + view_.byte_offset; }
 
-    void require(bool holds, const std::string& what) const {
+    void require(bool holds, const char* what) const {
         if (!holds) throw PlaneError(std::string(name_) + " " + what);
     }
 

@@ -10,6 +10,7 @@
 #pragma once
 
 #include <sched.h>
+#include <sys/prctl.h>
 
 #include <algorithm>
 #include <array>
@@ -67,9 +68,11 @@ class Waiter {
 
     // Between two looks at whether somebody else wants this core.
     static constexpr nanoseconds yield_period = std::chrono::microseconds(4);
-    // A yield that takes longer let somebody else run.
-    static constexpr nanoseconds long_yield = std::chrono::microseconds(15);
+    // A yield that takes longer let somebody else run; one that finds nobody takes some 0.5 us.
+    static constexpr nanoseconds long_yield = std::chrono::microseconds(2);
     static constexpr std::uint32_t most_skipped = 64;
+    // What comes later than this after a nap was not the wake-up but somebody else on the core.
+    static constexpr nanoseconds most_oversleep = std::chrono::microseconds(100);
 
     Window next_window() {
         if (skip_ > 0) {
@@ -89,12 +92,15 @@ class Waiter {
     }
 
     void nap(Doorbell& bell, std::uint32_t target, Clock::time_point until, Clock::time_point deadline) {
+        // The kernel may prolong a sleep by a thread's slack, 50 us unless told otherwise.
+        static thread_local const int slack_set = prctl(PR_SET_TIMERSLACK, 1000UL);
+        static_cast<void>(slack_set);
         const std::uint32_t seen = bell.number.load(std::memory_order_relaxed);
         const nanoseconds limit = std::min(until, deadline) - Clock::now();
         if (limit <= nanoseconds::zero() || bell.reached(target)) return;
         bell.sleep(seen, limit);
         const nanoseconds over = Clock::now() - until;
-        if (over > nanoseconds::zero()) oversleep_ += (std::min(over, most_spin) - oversleep_) / 8;
+        if (over > nanoseconds::zero()) oversleep_ += (std::min(over, most_oversleep) - oversleep_) / 8;
     }
 
     bool spin(const Doorbell& bell, std::uint32_t target, Clock::time_point end) {
@@ -139,7 +145,7 @@ class Waiter {
 
     std::array<nanoseconds, 8> gaps_{};  // the last waits, ring-wise
     std::size_t num_gaps_ = 0;
-    nanoseconds oversleep_ = std::chrono::microseconds(60);  // beyond a nap's end, on average
+    nanoseconds oversleep_ = most_oversleep / 2;  // beyond a nap's end, on average
     std::uint32_t skip_ = 0;     // waits that do not spin, since the core is wanted by others
     std::uint32_t crowded_ = 1;  // how many the next crowded spin skips, halved
 };
