@@ -50,8 +50,8 @@ IterationTimes Worker::run(const std::vector<SubBatch>& sub_batches) {
             std::byte* slot = region_.slot(batch.slot);
             attention_.run(plans[i], {region_.pool_layer(layer), slot + at.slot_q, slot + at.slot_k, slot + at.slot_v,
                                       slot + at.slot_out});
-            region_.control().completed[batch.slot].ring(batch.first_submit + layer + 1);
             const auto completed = Clock::now();
+            region_.control().completed[batch.slot].ring(batch.first_submit + layer + 1);
             times.wait_ns += to_ns(submitted - start);
             times.compute_ns += to_ns(completed - submitted);
             start = completed;

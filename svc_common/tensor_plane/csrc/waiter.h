@@ -68,9 +68,11 @@ class Waiter {
 
     // Between two looks at whether somebody else wants this core.
     static constexpr nanoseconds yield_period = std::chrono::microseconds(4);
-    // A yield that takes longer let somebody else run; one that finds nobody takes some 0.5 us.
+    // A yield that takes longer let somebody else run; one that finds nobody takes some 0.5 us. A single long one may
+    // be an interrupt, so several in a row make a crowd.
     static constexpr nanoseconds long_yield = std::chrono::microseconds(2);
-    static constexpr std::uint32_t most_skipped = 64;
+    static constexpr int crowd = 3;
+    static constexpr std::uint32_t most_skipped = 32;
     // What comes later than this after a nap was not the wake-up but somebody else on the core.
     static constexpr nanoseconds most_oversleep = std::chrono::microseconds(100);
 
@@ -113,9 +115,11 @@ class Waiter {
             if (now - yielded < yield_period) continue;
             sched_yield();
             yielded = Clock::now();
-            if (yielded - now > long_yield) {
-                crowded_ = std::min(2 * crowded_, most_skipped);
+            long_yields_ = yielded - now > long_yield ? long_yields_ + 1 : 0;
+            if (long_yields_ == crowd) {
+                long_yields_ = 0;
                 skip_ = crowded_;
+                crowded_ = std::min(2 * crowded_, most_skipped);
                 return bell.reached(target);
             }
         }
@@ -123,7 +127,7 @@ class Waiter {
     }
 
     bool spin_paid() {
-        crowded_ = 1;
+        if (long_yields_ == 0) crowded_ = 1;
         return true;
     }
 
@@ -146,8 +150,9 @@ class Waiter {
     std::array<nanoseconds, 8> gaps_{};  // the last waits, ring-wise
     std::size_t num_gaps_ = 0;
     nanoseconds oversleep_ = most_oversleep / 2;  // beyond a nap's end, on average
+    int long_yields_ = 0;        // the last so many were
     std::uint32_t skip_ = 0;     // waits that do not spin, since the core is wanted by others
-    std::uint32_t crowded_ = 1;  // how many the next crowded spin skips, halved
+    std::uint32_t crowded_ = 1;  // how many the next crowd lets skip
 };
 
 }  // namespace neoflex
