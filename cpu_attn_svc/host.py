@@ -55,8 +55,8 @@ def _check_segment_dir(directory: Path, kv_bytes: int) -> None:
 class AttentionHost:
     """Calls that change it must not overlap; `status` may be asked for at any time."""
 
-    def __init__(self, config: CpuAttnConfig, usable_cores: int) -> None:
-        """Raises ConfigError where the configuration can't be had on this machine."""
+    def __init__(self, config: CpuAttnConfig, usable_cores: int, cpus: list[int]) -> None:
+        """`cpus`: what the first threads are pinned to. Raises ConfigError where this can't be had on this machine."""
         if config.kv_bytes == 0:
             raise ConfigError("cpu_attn.kv_bytes is 0: there is nothing to serve")
         try:
@@ -69,7 +69,7 @@ class AttentionHost:
         """Never more than there are cores: one thread too many costs more than it brings."""
         if config.num_threads > self.max_threads:
             logger.warning("cpu_attn.num_threads is %d, at most %d run here", config.num_threads, self.max_threads)
-        self._threads = ThreadPool(min(config.num_threads, self.max_threads))
+        self._threads = ThreadPool(min(config.num_threads, self.max_threads), cpus)
         self._config = config
         self._session: RegionSession | None = None
         removed = remove_stale_segments(config.segment_dir)
