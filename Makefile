@@ -10,7 +10,7 @@ SOURCES := $(PACKAGES) tests benchmarks
 BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints.txt \
 	$(shell find proto svc_common cpu_attn_svc \( -name '*.proto' -o -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt \) 2>/dev/null)
 
-.PHONY: help demo test lint types imports protos format model unit integration bench-serve bench-hop clean
+.PHONY: help demo test lint types imports protos format model unit integration sanitize bench-serve bench-hop clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 
@@ -43,6 +43,9 @@ unit: $(VENV)/.dev model ## Tests of one module each
 
 integration: $(VENV)/.dev model ## Tests with the real services and the real model
 	$(BIN)/pytest tests/integration -rP
+
+sanitize: $(VENV)/.dev ## C++ tests under the address, undefined-behaviour and thread sanitizers
+	@sh tools/sanitize.sh $(abspath $(BIN))
 
 format: $(VENV)/.dev ## Rewrite the source in the project's style
 	$(BIN)/ruff check --fix $(SOURCES)

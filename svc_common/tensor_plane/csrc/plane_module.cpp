@@ -6,7 +6,7 @@
 
 #include "exchange.h"
 #include "region.h"
-#include "tensor_view.h"
+#include "borrowed_tensor.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -36,19 +36,19 @@ Shape make_shape(std::int32_t num_layers, std::int32_t num_q_heads, std::int32_t
 }
 
 // Rows [first_row, first_row + num_rows) of a tensor's axis 0, from which the two last axes are left.
-RowsView rows_of(const TensorView& tensor, std::int64_t first_row, int head_axis) {
+RowsView rows_of(const BorrowedTensor& tensor, std::int64_t first_row, int head_axis) {
     return {tensor.data() + first_row * tensor.stride_bytes(0), static_cast<std::size_t>(tensor.stride_bytes(0)),
             static_cast<std::size_t>(tensor.stride_bytes(head_axis))};
 }
 
-void check_rows(const TensorView& tensor, const Shape& shape, std::int64_t first_row, std::int64_t num_rows) {
+void check_rows(const BorrowedTensor& tensor, const Shape& shape, std::int64_t first_row, std::int64_t num_rows) {
     tensor.require(num_rows >= 0 && num_rows <= tensor.size(0) && first_row >= 0 &&
                        first_row <= tensor.size(0) - num_rows,
                    "has not all of these rows");
     tensor.require(num_rows <= shape.max_sequences, "has more rows than fit into a slot");
 }
 
-void check_heads(const TensorView& tensor, const Shape& shape, int head_axis, std::int32_t num_heads) {
+void check_heads(const BorrowedTensor& tensor, const Shape& shape, int head_axis, std::int32_t num_heads) {
     tensor.require(tensor.size(head_axis) == num_heads && tensor.size(head_axis + 1) == shape.head_dim,
                    "has other heads than the region");
 }
@@ -56,8 +56,8 @@ void check_heads(const TensorView& tensor, const Shape& shape, int head_axis, st
 void submit(Exchange& exchange, int slot, nb::handle q, nb::handle kv, std::int64_t first_row, std::int64_t num_rows) {
     check_slot(slot);
     const Shape& shape = exchange.region().shape();
-    const TensorView queries(q, "q", shape.exchange_dtype, 3);
-    const TensorView keys_values(kv, "kv", shape.exchange_dtype, 4);
+    const BorrowedTensor queries(q, "q", shape.exchange_dtype, 3);
+    const BorrowedTensor keys_values(kv, "kv", shape.exchange_dtype, 4);
     check_rows(queries, shape, first_row, num_rows);
     check_rows(keys_values, shape, first_row, num_rows);
     check_heads(queries, shape, 1, shape.num_q_heads);
@@ -79,7 +79,7 @@ Outcome wait(Exchange& exchange, int slot, double timeout_s) {
 Outcome wait_and_take(Exchange& exchange, int slot, nb::handle out, std::int64_t first_row, std::int64_t num_rows,
                       double timeout_s) {
     const Shape& shape = exchange.region().shape();
-    const TensorView attention(out, "out", shape.exchange_dtype, 3);
+    const BorrowedTensor attention(out, "out", shape.exchange_dtype, 3);
     check_rows(attention, shape, first_row, num_rows);
     check_heads(attention, shape, 1, shape.num_q_heads);
     const Outcome outcome = wait(exchange, slot, timeout_s);

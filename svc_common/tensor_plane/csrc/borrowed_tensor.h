@@ -41,11 +41,11 @@ inline const DlpackExchangeApi* exchange_api(PyTypeObject* type) {
 }
 
 // A tensor's memory for the length of a call.
-class TensorView {
+class BorrowedTensor {
   public:
     // Throws PlaneError, naming the tensor, where it does not lie in this machine's memory as `dtype` with `ndim` axes,
     // the last of them contiguous.
-    TensorView(nanobind::handle tensor, const char* name, DType dtype, int ndim) : name_(name) {
+    BorrowedTensor(nanobind::handle tensor, const char* name, DType dtype, int ndim) : name_(name) {
         const DlpackExchangeApi* api = exchange_api(Py_TYPE(tensor.ptr()));
         if (api != nullptr) {
             if (api->borrow(tensor.ptr(), &view_) != 0) throw nanobind::python_error();
