@@ -54,9 +54,9 @@ class Child {
 
 void test_attach_refuses_what_was_not_asked_for() {
     const TemporaryDirectory directory;
-    const auto owner = Region::create(directory.path("region"), epoch, shape, pool_bytes);
+    const auto owner = Region::create(directory.path("region"), epoch, shape, pool_bytes, {});
     CHECK(owner->num_blocks() == static_cast<int>(pool_bytes / (shape.num_layers * shape.layer_block_bytes())));
-    CHECK_THROWS(Region::create(directory.path("region"), epoch, shape, pool_bytes), PlaneError, "File exists");
+    CHECK_THROWS(Region::create(directory.path("region"), epoch, shape, pool_bytes, {}), PlaneError, "File exists");
     CHECK_THROWS(Region::attach(directory.path("other"), epoch, shape), PlaneError, "No such file");
     CHECK_THROWS(Region::attach(directory.path("region"), epoch + 1, shape), PlaneError, "epoch 7, expected 8");
     Shape other = shape;
@@ -74,10 +74,10 @@ void test_attach_refuses_what_was_not_asked_for() {
 
 void test_a_region_that_fits_nowhere_leaves_no_file() {
     const TemporaryDirectory directory;
-    CHECK_THROWS(Region::create(directory.path("region"), epoch, shape, 10), PlaneError, "holds no block");
+    CHECK_THROWS(Region::create(directory.path("region"), epoch, shape, 10, {}), PlaneError, "holds no block");
     Shape large = shape;
     large.block_tokens = 4096;
-    CHECK_THROWS(Region::create(directory.path("region"), epoch, large, std::size_t{1} << 42), PlaneError,
+    CHECK_THROWS(Region::create(directory.path("region"), epoch, large, std::size_t{1} << 42, {}), PlaneError,
                  "cannot reserve");
     CHECK(access(directory.path("region").c_str(), F_OK) != 0);
 }
@@ -85,7 +85,7 @@ void test_a_region_that_fits_nowhere_leaves_no_file() {
 void test_an_executor_that_is_killed() {
     const TemporaryDirectory directory;
     const std::string path = directory.path("region");
-    const auto owner = Region::create(path, epoch, shape, pool_bytes);
+    const auto owner = Region::create(path, epoch, shape, pool_bytes, {});
     Child child([&] { Region::attach(path, epoch, shape).release(); });
     CHECK(owner->is_attached() && owner->peer_alive());
     child.stop();
@@ -97,7 +97,7 @@ void test_an_executor_that_is_killed() {
 void test_an_owner_that_is_killed_ends_a_wait() {
     const TemporaryDirectory directory;
     const std::string path = directory.path("region");
-    Child child([&] { Region::create(path, epoch, shape, pool_bytes).release(); });
+    Child child([&] { Region::create(path, epoch, shape, pool_bytes, {}).release(); });
     const auto region = Region::attach(path, epoch, shape);
     Exchange exchange(*region);
     CHECK(exchange.wait(0, nanoseconds(0)) == Outcome::completed);  // nothing was submitted
@@ -112,7 +112,7 @@ void test_an_owner_that_is_killed_ends_a_wait() {
 // Rows as a matrix product leaves them: q, k and v of a token beside one another, heads apart.
 void test_rows_of_any_stride_are_copied() {
     const TemporaryDirectory directory;
-    const auto owner = Region::create(directory.path("region"), epoch, shape, pool_bytes);
+    const auto owner = Region::create(directory.path("region"), epoch, shape, pool_bytes, {});
     const auto region = Region::attach(directory.path("region"), epoch, shape);
     Exchange exchange(*region);
     const std::size_t head = 24 * sizeof(float);

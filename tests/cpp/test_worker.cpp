@@ -49,7 +49,7 @@ class Rig {
   public:
     Rig(const Shape& shape, const Kernel& kernel, int num_threads, std::int32_t num_blocks)
         : owner_(Region::create(directory_.path("region"), 1, shape,
-                                num_blocks * shape.num_layers * shape.layer_block_bytes())),
+                                num_blocks * shape.num_layers * shape.layer_block_bytes(), {})),
           region_(Region::attach(directory_.path("region"), 1, shape)),
           threads_(num_threads),
           worker_(*owner_, kernel, threads_),

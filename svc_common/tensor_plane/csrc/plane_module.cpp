@@ -3,6 +3,7 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
 
 #include "exchange.h"
 #include "region.h"
@@ -91,11 +92,11 @@ void bind_region(nb::module_& m) {
     nb::class_<Region>(m, "Region", "One mapped region. Offsets and sizes are in bytes.")
         .def_static(
             "create",
-            [](const std::string& path, std::uint64_t epoch, const Shape& shape, std::size_t pool_bytes) {
-                return Region::create(path, epoch, shape, pool_bytes);
-            },
-            "path"_a, "epoch"_a, "shape"_a, "pool_bytes"_a, nb::call_guard<nb::gil_scoped_release>(),
-            "Makes the file, of as many blocks as fit into `pool_bytes`, and becomes its owner.")
+            [](const std::string& path, std::uint64_t epoch, const Shape& shape, std::size_t pool_bytes,
+               const std::vector<int>& cpus) { return Region::create(path, epoch, shape, pool_bytes, cpus); },
+            "path"_a, "epoch"_a, "shape"_a, "pool_bytes"_a, "cpus"_a, nb::call_guard<nb::gil_scoped_release>(),
+            "Makes the file, of as many blocks as fit into `pool_bytes`, and becomes its owner. The memory is touched\n"
+            "first by threads on `cpus`, or by the caller.")
         .def_static("attach", &Region::attach, "path"_a, "epoch"_a, "shape"_a,
                     nb::call_guard<nb::gil_scoped_release>(), "Maps a file that the owner made, as its executor.")
         .def_prop_ro("epoch", &Region::epoch)
