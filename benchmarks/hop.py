@@ -11,7 +11,7 @@ as it reports it, is taken off. Both sides' waits are part of a round trip.
 Beside them in the same run: round trips of pyzmq over ipc with the same pauses, and the hops of the default model's
 iterations: this process runs gpu_svc's executor, beside it the real cpu_attn_svc, one thread each. All decodes are one
 sub-batch on the host, so nothing hides a hop: hops are what the executor waits for beyond what the worker computes, the
-iteration's report included.
+iteration's report included. Last, how long the thread pool takes to start a run on all threads and to see its end.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ import zmq
 from results import Row, arguments, publish
 
 from cpu_attn_svc.session import RegionSession
-from gpu_svc.cpu_attention_client import CpuAttentionUnavailableError, attach_host_tier, region_shape
+from gpu_svc.cpu_attention_client import attach_host_tier, region_shape
 from gpu_svc.executor import Executor
 from gpu_svc.host_tier import HostTier
 from gpu_svc.kv_cache import KvShape
@@ -186,10 +186,6 @@ def pauses(shortest_s: float, longest_s: float) -> Pause:
     return pause
 
 
-def no_pause() -> None:
-    """The next submit follows at once."""
-
-
 @contextmanager
 def attention_service() -> Iterator[str]:
     """The real cpu_attn_svc with a thread; its address."""
@@ -200,19 +196,11 @@ def attention_service() -> Iterator[str]:
         command = [sys.executable, "-m", "cpu_attn_svc", "--config", str(config)]
         with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
             try:
+                while not Path(directory, "control").exists():
+                    time.sleep(0.01)
                 yield address
             finally:
                 process.terminate()
-
-
-def attach(address: str, shape: RegionShape) -> HostTier:
-    """As soon as the service answers."""
-    for _ in range(29):
-        try:
-            return asyncio.run(attach_host_tier(address, 1, shape))
-        except CpuAttentionUnavailableError:
-            time.sleep(0.1)
-    return asyncio.run(attach_host_tier(address, 1, shape))
 
 
 def host_iterations(address: str, num_sequences: int, num_iterations: int) -> list[IterationResult]:
@@ -223,7 +211,7 @@ def host_iterations(address: str, num_sequences: int, num_iterations: int) -> li
     shape = KvShape.of(spec, BLOCK_TOKENS, decoder.dtype)
     limits = Limits(max_sequences=num_sequences, max_batch_tokens=PROMPT_TOKENS, max_sequence_tokens=1024)
     executor = Executor(decoder, shape, 0)
-    executor.open_epoch(1, limits, attach(address, region_shape(decoder, shape, limits)))
+    executor.open_epoch(1, limits, asyncio.run(attach_host_tier(address, 1, region_shape(decoder, shape, limits))))
     random = np.random.default_rng(0)
     stride = -(-(PROMPT_TOKENS + num_iterations + 1) // BLOCK_TOKENS)
     plans = []
@@ -262,7 +250,7 @@ def service_row(num_sequences: int, num_iterations: int) -> Row:
 def hop_rows(cpus: tuple[int, int] | None, where: str, scale: int) -> Iterator[Row]:
     """`where` the two processes run, in words; targets hold where each has a core of its own."""
     kinds = {
-        "spinning": (no_pause, 20 * scale, (1.0, 3.0)),
+        "spinning": (pauses(0, 0), 20 * scale, (1.0, 3.0)),
         "sleeping": (pauses(1e-3, 3e-3), 2 * scale, (60.0, 120.0)),
         "regular": (pauses(2e-3, 2e-3), 2 * scale, (None, None)),
     }
@@ -282,14 +270,27 @@ def hop_rows(cpus: tuple[int, int] | None, where: str, scale: int) -> Iterator[R
             yield Row(f"hop, {kind}, {where}", ratio, "hop / pyzmq round trip", limit, at_least=False, detail=detail)
 
 
+def pool_row(cpus: Sequence[int]) -> Row:
+    """Runs of the thread pool, one right after the other."""
+    threads = ThreadPool(len(cpus), list(cpus))
+    allowed = os.sched_getaffinity(0)
+    threads.fork_join_ns(1000)
+    times = Times.of(threads.fork_join_ns(20000))
+    os.sched_setaffinity(0, allowed)
+    return Row(
+        f"fork and join of {len(cpus)} pinned threads, p50 in us", times.at(0.5), "1 us", 2.0, False, detail=str(times)
+    )
+
+
 def main() -> None:
     parser = arguments("What a layer's hop to the CPU attention service costs.")
-    parser.add_argument("--scale", type=int, default=2, help="how long to measure")
+    parser.add_argument("--scale", type=int, default=1, help="how long to measure")
     args = parser.parse_args()
     cpus = sorted(os.sched_getaffinity(0))
     rows = []
     if len(cpus) > 1:
         rows += hop_rows((cpus[0], cpus[-1]), "own cores", args.scale)
+        rows.append(pool_row(cpus))
     rows += hop_rows((cpus[0], cpus[0]), "one core for both", args.scale)
     rows += hop_rows(None, "not pinned", args.scale)
     rows += [service_row(num_sequences, 60 * args.scale) for num_sequences in (8, 32)]
