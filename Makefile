@@ -10,7 +10,7 @@ SOURCES := $(PACKAGES) tests benchmarks
 BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints.txt \
 	$(shell find proto svc_common cpu_attn_svc \( -name '*.proto' -o -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt \) 2>/dev/null)
 
-.PHONY: help demo test lint types imports protos format model unit integration bench-serve bench-kernel clean
+.PHONY: help demo test lint types imports protos format model unit integration bench-serve bench-kernel sanitize bench-hop clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 
@@ -44,6 +44,9 @@ unit: $(VENV)/.dev model ## Tests of one module each
 integration: $(VENV)/.dev model ## Tests with the real services and the real model
 	$(BIN)/pytest tests/integration -rP
 
+sanitize: $(VENV)/.dev ## C++ tests under the address, undefined-behaviour and thread sanitizers
+	@sh tools/sanitize.sh $(abspath $(BIN))
+
 format: $(VENV)/.dev ## Rewrite the source in the project's style
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
@@ -53,6 +56,9 @@ bench-serve: $(VENV)/.dev model ## Throughput and latency, beside transformers
 
 bench-kernel: $(VENV)/.dev ## CPU attention against its floor and against torch
 	$(BIN)/python benchmarks/kernel.py
+
+bench-hop: $(VENV)/.dev model ## What a layer's hop to the CPU costs
+	$(BIN)/python benchmarks/hop.py
 
 clean: ## Remove what was built
 	rm -rf build $(VENV) neoflex/v1 $(addsuffix /*.so,svc_common/tensor_plane svc_common/cpu_kernels cpu_attn_svc)

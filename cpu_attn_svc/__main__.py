@@ -9,7 +9,7 @@ from cpu_attn_svc.servicer import CpuAttentionServicer
 from neoflex.v1 import cpu_attention_pb2, cpu_attention_pb2_grpc
 from svc_common import config as configuration
 from svc_common.config import ConfigError
-from svc_common.cores import usable_cores
+from svc_common.cores import CpuClaim, pinnable_cpus, usable_cores
 from svc_common.grpc_server import GrpcServer, ListenError, configure_logging, until_stop_signal
 
 SERVICE = "cpu_attn_svc"
@@ -35,8 +35,11 @@ async def serve(listen: str, host: AttentionHost) -> None:
 def main() -> None:
     config = configuration.load_from_argv(SERVICE)
     configure_logging(SERVICE)
+    # gpu_svc's threads, if pinned, take from the other end.
+    claim = CpuClaim(pinnable_cpus(from_end=True), config.cpu_attn.num_threads)
     try:
-        host = AttentionHost(config.cpu_attn, usable_cores())
+        host = AttentionHost(config.cpu_attn, usable_cores(), claim.cpus)
+        logger.info("threads stay on CPUs %s", claim.cpus or "of the kernel's choice")
         asyncio.run(serve(config.cpu_attn.listen, host))
     except ListenError as error:
         print(f"{SERVICE}: cpu_attn.listen: {error}", file=sys.stderr)

@@ -9,7 +9,7 @@ from pathlib import Path
 from cpu_attn_svc.session import RegionSession
 from svc_common.config import ConfigError, CpuAttnConfig
 from svc_common.cpu_kernels import ThreadPool, choose_instruction_set
-from svc_common.memory import check_fits_memory, usable_memory_bytes
+from svc_common.memory import check_fits_memory, huge_page_bytes, usable_memory_bytes
 from svc_common.tensor_plane import RegionShape, Segment, remove_stale_segments
 
 logger = logging.getLogger(__name__)
@@ -31,9 +31,11 @@ class HostStatus:
     num_blocks: int
     blocks_used: int
     iterations: int
+    huge_page_bytes: int
+    """Of the region, as it was made."""
 
 
-NO_REGION = HostStatus(epoch=0, pool_bytes=0, num_blocks=0, blocks_used=0, iterations=0)
+NO_REGION = HostStatus(epoch=0, pool_bytes=0, num_blocks=0, blocks_used=0, iterations=0, huge_page_bytes=0)
 
 
 def _check_segment_dir(directory: Path, kv_bytes: int) -> None:
@@ -55,8 +57,8 @@ def _check_segment_dir(directory: Path, kv_bytes: int) -> None:
 class AttentionHost:
     """Calls that change it must not overlap; `status` may be asked for at any time."""
 
-    def __init__(self, config: CpuAttnConfig, usable_cores: int) -> None:
-        """Raises ConfigError where the configuration can't be had on this machine."""
+    def __init__(self, config: CpuAttnConfig, usable_cores: int, cpus: list[int]) -> None:
+        """`cpus`: what the first threads are pinned to. Raises ConfigError where this can't be had on this machine."""
         if config.kv_bytes == 0:
             raise ConfigError("cpu_attn.kv_bytes is 0: there is nothing to serve")
         try:
@@ -69,9 +71,11 @@ class AttentionHost:
         """Never more than there are cores: one thread too many costs more than it brings."""
         if config.num_threads > self.max_threads:
             logger.warning("cpu_attn.num_threads is %d, at most %d run here", config.num_threads, self.max_threads)
-        self._threads = ThreadPool(min(config.num_threads, self.max_threads))
+        self._threads = ThreadPool(min(config.num_threads, self.max_threads), cpus)
         self._config = config
+        self._cpus = cpus
         self._session: RegionSession | None = None
+        self._huge_page_bytes = 0
         removed = remove_stale_segments(config.segment_dir)
         if removed:
             logger.info("removed %d stale segments from %s", removed, config.segment_dir)
@@ -91,7 +95,8 @@ class AttentionHost:
         Raises PlaneError where there is no room, or where kv_bytes holds no block of this shape.
         """
         self.close_region()
-        segment = Segment.create(self._config.segment_dir, epoch, shape, self._config.kv_bytes)
+        segment = Segment.create(self._config.segment_dir, epoch, shape, self._config.kv_bytes, self._cpus)
+        self._huge_page_bytes = huge_page_bytes(segment.path)
         try:
             session = RegionSession(segment, self.instruction_set, self._threads)
         except Exception:
@@ -100,7 +105,14 @@ class AttentionHost:
         session.start()
         self._session = session
         region = segment.region
-        logger.info("epoch %d: %d blocks, %d bytes, %s", epoch, region.num_blocks, region.region_bytes, shape)
+        logger.info(
+            "epoch %d: %d blocks, %d bytes, %d of them in huge pages, %s",
+            epoch,
+            region.num_blocks,
+            region.region_bytes,
+            self._huge_page_bytes,
+            shape,
+        )
         return OpenedRegion(segment.path, region.region_bytes, segment.endpoint, region.num_blocks)
 
     def close_region(self) -> None:
@@ -119,4 +131,5 @@ class AttentionHost:
             num_blocks=session.num_blocks,
             blocks_used=session.blocks_used,
             iterations=session.iterations,
+            huge_page_bytes=self._huge_page_bytes,
         )

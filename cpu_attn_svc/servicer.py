@@ -64,6 +64,7 @@ class CpuAttentionServicer(cpu_attention_pb2_grpc.CpuAttentionServiceServicer):
             blocks_used=status.blocks_used,
             iterations=status.iterations,
             pid=os.getpid(),
+            huge_page_bytes=status.huge_page_bytes,
         )
 
 

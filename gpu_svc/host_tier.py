@@ -44,8 +44,12 @@ class HostTier:
         self._exchange = [
             tuple(map(_as_tensor, (plane.q(slot), plane.k(slot), plane.v(slot), plane.out(slot)))) for slot in range(2)
         ]
-        self.wait_ns = 0
-        """Spent in `wait` so far."""
+        self._finish_ns = 0
+
+    @property
+    def wait_ns(self) -> int:
+        """Spent in `wait` and `finish` so far."""
+        return self._plane.wait_ns + self._finish_ns
 
     def begin(self, work: Sequence[CpuWork], host_blocks_used: int) -> None:
         """Describes an iteration: its CPU decodes in the order in which each layer submits them."""
@@ -53,30 +57,35 @@ class HostTier:
         sub_batches = [CpuSubBatch(part.slot, part.context_tokens, part.block_tables) for part in work]
         self._plane.begin(self._number, sub_batches, host_blocks_used)
 
-    def submit(self, slot: int, q: Tensor, kv: Tensor) -> None:
-        """Hands over q [n, num_q_heads, head_dim] and kv [n, 2, num_kv_heads, head_dim] of this slot's next layer.
+    def submit(self, slot: int, q: Tensor, kv: Tensor, rows: slice) -> None:
+        """Hands over rows of q [n, num_q_heads, head_dim] and kv [n, 2, num_kv_heads, head_dim]: the slot's next layer.
 
         Copies from a GPU end only when the data is there, so the doorbell rings after it.
         """
+        num = rows.stop - rows.start
+        if q.is_cpu:
+            self._plane.submit_rows(slot, q, kv, rows.start, num)
+            return
         to_q, to_k, to_v, _ = self._exchange[slot]
-        num = len(q)
-        to_q[:num].copy_(q)
-        to_k[:num].copy_(kv[:, 0])
-        to_v[:num].copy_(kv[:, 1])
+        to_q[:num].copy_(q[rows])
+        to_k[:num].copy_(kv[rows, 0])
+        to_v[:num].copy_(kv[rows, 1])
         self._plane.submit(slot)
 
-    def wait(self, slot: int, out: Tensor) -> None:
-        """Writes the attention of this slot's last submit to out [n, num_q_heads, head_dim]."""
-        start = time.perf_counter_ns()
+    def wait(self, slot: int, out: Tensor, rows: slice) -> None:
+        """Writes the attention of this slot's last submit to rows of out [n, num_q_heads, head_dim]."""
+        num = rows.stop - rows.start
+        if out.is_cpu:
+            self._plane.wait_rows(slot, out, rows.start, num, _TIMEOUT_S)
+            return
         self._plane.wait(slot, _TIMEOUT_S)
-        self.wait_ns += time.perf_counter_ns() - start
-        out.copy_(self._exchange[slot][3][: len(out)])
+        out[rows].copy_(self._exchange[slot][3][:num])
 
     def finish(self) -> Report:
         """Ends an iteration that had CPU decodes."""
         start = time.perf_counter_ns()
         report = self._plane.finish(_TIMEOUT_S)
-        self.wait_ns += time.perf_counter_ns() - start
+        self._finish_ns += time.perf_counter_ns() - start
         return report
 
     def write(self, layer: int, places: KvPlaces, kv: Tensor) -> None:

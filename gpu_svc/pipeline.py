@@ -46,8 +46,7 @@ class Stage:
         """Hands the CPU its decodes; it stores their k and v itself."""
         batch = self.batch
         if self._host and len(batch.cpu_work):
-            rows = batch.cpu_decode_rows
-            self._host.submit(batch.cpu_work.slot, self._q[rows], self._kv[rows])
+            self._host.submit(batch.cpu_work.slot, self._q, self._kv, batch.cpu_decode_rows)
 
     def attend_prefills(self, layer: int) -> None:
         """Chunks of host sequences leave their K and V in the host pool, layer by layer, none on the GPU."""
@@ -71,7 +70,7 @@ class Stage:
         """Until the CPU has attended what was submitted last."""
         batch = self.batch
         if self._host and len(batch.cpu_work):
-            self._host.wait(batch.cpu_work.slot, self._attended[batch.cpu_decode_rows])
+            self._host.wait(batch.cpu_work.slot, self._attended, batch.cpu_decode_rows)
 
     def post_attention(self, layer: int) -> None:
         self.hidden = self._decoder.post_attention(layer, self._attended, self.hidden)

@@ -137,8 +137,8 @@ class Profiler:
             times = []
             for _ in range(spec.num_layers):
                 start = time.perf_counter()
-                host.submit(0, q, kv)
-                host.wait(0, out)
+                host.submit(0, q, kv, slice(0, num_sequences))
+                host.wait(0, out, slice(0, num_sequences))
                 times.append(time.perf_counter() - start)
             host.finish()
             yield num_sequences, num_sequences * context_tokens, statistics.median(times)

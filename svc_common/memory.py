@@ -6,6 +6,8 @@ from svc_common.cgroups import CGROUP_ROOT, OWN_CGROUPS, limiting_directories
 from svc_common.config import ConfigError
 
 _MEMINFO = Path("/proc/meminfo")
+_SMAPS = Path("/proc/self/smaps")
+_HUGE_FIELDS = ("ShmemPmdMapped", "FilePmdMapped", "Shared_Hugetlb", "Private_Hugetlb")
 
 
 def usable_memory_bytes(
@@ -20,6 +22,19 @@ def check_fits_memory(key: str, num_bytes: int, usable_bytes: int) -> None:
     """Raises ConfigError where a configured size can never be had, before anything is reserved for it."""
     if num_bytes > usable_bytes:
         raise ConfigError(f"{key} is {num_bytes} bytes, there are {usable_bytes} bytes of memory to use in all")
+
+
+def huge_page_bytes(mapped_path: str, smaps: Path = _SMAPS) -> int:
+    """How much of a file that this process has mapped lies in huge pages."""
+    found = 0
+    of_this_file = False
+    for line in smaps.read_text(errors="replace").splitlines():
+        name, _, value = line.partition(":")
+        if " " in name:  # The head of a mapping: "address-address flags offset device:device inode path"
+            of_this_file = line.endswith(f" {mapped_path}")
+        elif of_this_file and name in _HUGE_FIELDS:
+            found += int(value.split()[0]) * 1024
+    return found
 
 
 def _machine_bytes(meminfo: Path) -> int:

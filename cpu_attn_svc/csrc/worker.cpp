@@ -51,8 +51,8 @@ IterationTimes Worker::run(const std::vector<SubBatch>& sub_batches) {
             std::byte* slot = region_.slot(batch.slot);
             attention_.run(plans[i], {region_.pool_layer(layer), slot + at.slot_q, q_stride, slot + at.slot_k,
                                       slot + at.slot_v, slot + at.slot_out, q_stride});
-            region_.control().completed[batch.slot].ring(batch.first_submit + layer + 1);
             const auto completed = Clock::now();
+            region_.control().completed[batch.slot].ring(batch.first_submit + layer + 1);
             times.wait_ns += to_ns(submitted - start);
             times.compute_ns += to_ns(completed - submitted);
             start = completed;
@@ -88,8 +88,9 @@ void Worker::wait_for_submit(const SubBatch& batch, int layer) {
         }
         return why != nullptr;
     };
-    const auto result = wait_for(region_.control().submitted[batch.slot], batch.first_submit + layer + 1,
-                                 spin_[batch.slot], Clock::time_point::max(), interrupted);
+    const auto result = waiters_[batch.slot].wait(region_.control().submitted[batch.slot],
+                                                  batch.first_submit + layer + 1, Clock::time_point::max(),
+                                                  interrupted);
     if (result != WaitResult::reached) throw Interrupted(why);
 }
 

@@ -8,6 +8,7 @@
 #include "decode_attention.h"
 #include "kernels.h"
 #include "region.h"
+#include "waiter.h"
 
 namespace neoflex {
 
@@ -47,7 +48,7 @@ class Worker {
     ThreadPool& threads_;
     HeadCounts heads_;
     KernelShape kernel_shape_;
-    SpinBudget spin_[num_slots];
+    Waiter waiters_[num_slots];
     std::atomic<bool> cancelled_{false};
 };
 

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -46,7 +46,7 @@ class TensorPlane:
         """Use `attach`."""
         self._region = region
         self._socket = socket
-        self._submits = [0] * _plane.NUM_SLOTS
+        self._exchange = _plane.Exchange(region)
         self._iteration = 0
         self.num_blocks = region.num_blocks
         memory = region.memory()
@@ -93,7 +93,8 @@ class TensorPlane:
     def begin(self, iteration: int, sub_batches: Sequence[CpuSubBatch], host_blocks_used: int) -> None:
         """Describes an iteration. Without sub-batches it only accounts for blocks, and `finish` must not follow."""
         self._iteration = iteration
-        submitted = tuple(SubmittedSubBatch(batch, self._submits[batch.slot]) for batch in sub_batches)
+        self._exchange.begin(iteration)
+        submitted = tuple(SubmittedSubBatch(batch, self._exchange.num_submits(batch.slot)) for batch in sub_batches)
         message = encode_descriptor(Descriptor(self._region.epoch, iteration, host_blocks_used, submitted))
         try:
             self._socket.send(message, zmq.NOBLOCK)
@@ -104,14 +105,34 @@ class TensorPlane:
 
     def submit(self, slot: int) -> None:
         """q, k and v of this slot's next layer are in place."""
-        self._submits[slot] = (self._submits[slot] + 1) & 0xFFFFFFFF
-        self._region.submit(slot, self._submits[slot])
+        self._exchange.ring(slot)
+
+    def submit_rows(self, slot: int, q: object, kv: object, first_row: int, num_rows: int) -> None:
+        """Copies rows of q [n, num_q_heads, head_dim] and kv [n, 2, num_kv_heads, head_dim] into the slot and submits.
+
+        CPU tensors or arrays of the exchange dtype, of any strides but in the last axis. Raises PlaneError where they
+        are not that.
+        """
+        self._exchange.submit(slot, q, kv, first_row, num_rows)
 
     def wait(self, slot: int, timeout_s: float) -> None:
         """Returns once `out` holds the answer to this slot's last submit."""
-        outcome = self._region.wait_completed(slot, self._submits[slot], self._iteration, timeout_s)
-        if outcome is _plane.Outcome.COMPLETED:
-            return
+        outcome = self._exchange.wait(slot, timeout_s)
+        if outcome is not _plane.Outcome.COMPLETED:
+            self._raise_for(outcome, timeout_s)
+
+    def wait_rows(self, slot: int, out: object, first_row: int, num_rows: int, timeout_s: float) -> None:
+        """Waits, then copies the answer into rows of out [n, num_q_heads, head_dim], a tensor as in `submit_rows`."""
+        outcome = self._exchange.wait_and_take(slot, out, first_row, num_rows, timeout_s)
+        if outcome is not _plane.Outcome.COMPLETED:
+            self._raise_for(outcome, timeout_s)
+
+    @property
+    def wait_ns(self) -> int:
+        """Spent in `wait` and `wait_rows` so far."""
+        return self._exchange.waited_ns
+
+    def _raise_for(self, outcome: _plane.Outcome, timeout_s: float) -> NoReturn:
         if outcome is _plane.Outcome.PEER_LOST:
             raise PeerLostError("the CPU attention service is gone")
         if outcome is _plane.Outcome.TIMED_OUT:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from svc_common.tensor_plane import _plane
@@ -29,8 +30,13 @@ class Segment:
         self._directory = directory
 
     @classmethod
-    def create(cls, segment_dir: Path, epoch: int, shape: RegionShape, pool_bytes: int) -> "Segment":
-        """Reserves the memory. Header and exchange slots come on top of `pool_bytes`. Raises PlaneError."""
+    def create(
+        cls, segment_dir: Path, epoch: int, shape: RegionShape, pool_bytes: int, cpus: Sequence[int] = ()
+    ) -> "Segment":
+        """Reserves the memory. Header and exchange slots come on top of `pool_bytes`. Raises PlaneError.
+
+        `cpus`: where the threads that will read the pool are pinned; its memory is taken next to them.
+        """
         native = shape.to_native()
         for _ in range(_ATTEMPTS):
             try:
@@ -39,7 +45,7 @@ class Segment:
                 raise PlaneError(f"{segment_dir}: {error.strerror}") from error
             try:
                 _check_socket_path(directory / _SOCKET)
-                return cls(_plane.Region.create(str(directory / _REGION), epoch, native, pool_bytes), directory)
+                return cls(_plane.Region.create(str(directory / _REGION), epoch, native, pool_bytes, cpus), directory)
             except PlaneError:
                 # Another service that starts may have swept the directory away before its region was locked.
                 swept = not directory.exists()

@@ -62,6 +62,9 @@ def test_memory_stays_within_the_configured_bytes(start_service: Callable[..., S
     assert kv_bytes - SHAPE.block_bytes < status.pool_bytes <= kv_bytes
     assert status.pool_bytes == status.num_blocks * SHAPE.block_bytes
     assert status.num_blocks == opened.num_blocks
+    # All of it is there already, in whichever pages this machine gives.
+    assert kv_bytes < mapped_bytes(service.process.pid, opened.path) <= opened.region_bytes
+    assert 0 <= status.huge_page_bytes <= opened.region_bytes
     slots_bytes = 2 * 4 * 8 * 32 * (6 + 2 + 2 + 6)
     assert opened.region_bytes <= kv_bytes + slots_bytes + 3 * 4096
     plane = TensorPlane.attach(opened.path, opened.descriptor_endpoint, 1, SHAPE)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from svc_common.config import ConfigError
-from svc_common.memory import check_fits_memory, usable_memory_bytes
+from svc_common.memory import check_fits_memory, huge_page_bytes, usable_memory_bytes
 
 
 @pytest.fixture
@@ -47,3 +47,17 @@ def test_what_can_never_fit_is_refused_by_key() -> None:
     check_fits_memory("gpu.kv_bytes", 10, 10)
     with pytest.raises(ConfigError, match=r"gpu\.kv_bytes is 11 bytes, there are 10 bytes"):
         check_fits_memory("gpu.kv_bytes", 11, 10)
+
+
+def test_huge_pages_of_one_file_are_counted(tmp_path: Path) -> None:
+    smaps = tmp_path / "smaps"
+    smaps.write_text(
+        "7f0000000000-7f0000400000 rw-s 00000000 00:1a 77                       /dev/shm/neoflex-a b/region\n"
+        "Size:               8192 kB\nShmemPmdMapped:     4096 kB\nPrivate_Hugetlb:       0 kB\nVmFlags: rd wr sh\n"
+        "7f0000400000-7f0000800000 rw-s 00400000 00:1a 77                       /dev/shm/neoflex-a b/region\n"
+        "ShmemPmdMapped:        0 kB\nShared_Hugetlb:     2048 kB\n"
+        "7f0000800000-7f0000a00000 rw-p 00000000 00:00 0 \n"
+        "ShmemPmdMapped:     2048 kB\n"
+    )
+    assert huge_page_bytes("/dev/shm/neoflex-a b/region", smaps) == 6 * 2**20
+    assert huge_page_bytes("/dev/shm/neoflex-a", smaps) == 0

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import zmq
 from support.plane import EPOCH, POOL_BYTES, SHAPE, attach
 
@@ -208,4 +209,73 @@ def test_owner_that_closes_ends_the_wait(segment: Segment) -> None:
         plane.wait(0, 10.0)
     timer.join()
     assert not plane.peer_alive()
+    plane.close()
+
+
+def heads(array: np.ndarray, *shape: int) -> np.ndarray:  # type: ignore[type-arg]
+    """Random values in that shape and in the array's type."""
+    return np.random.default_rng(0).integers(1, 1000, shape).astype(array.dtype)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+def test_rows_of_any_strides_reach_the_slot(segment_dir: Path, dtype: str) -> None:
+    shape = replace(SHAPE, exchange_dtype=dtype)
+    segment = Segment.create(segment_dir, EPOCH, shape, POOL_BYTES)
+    plane = attach(segment, shape=shape)
+    fused = heads(plane.q(0), 7, 10, 40)  # q, k and v beside one another, as one matrix product leaves them
+    for view in (np.ascontiguousarray, np.asarray, lambda part: np.repeat(part, 2, axis=1)[:, ::2]):
+        q, kv = view(fused[:, :6]), view(fused[:, 6:]).reshape(7, 2, 2, 40)
+        plane.submit_rows(1, q, kv, 2, 4)
+        np.testing.assert_array_equal(plane.q(1)[:4], q[2:6])
+        np.testing.assert_array_equal(plane.k(1)[:4], kv[2:6, 0])
+        np.testing.assert_array_equal(plane.v(1)[:4], kv[2:6, 1])
+        assert not plane.q(1)[4:].any()
+    plane.close()
+    segment.close()
+
+
+def test_tensors_of_torch_are_read_in_place(segment: Segment) -> None:
+    plane = attach(segment)
+    fused = torch.randn(5, 400)
+    q, kv = fused[:, :240].view(5, 6, 40), fused[:, 240:].view(5, 2, 2, 40)
+    plane.submit_rows(0, q, kv, 1, 3)
+    np.testing.assert_array_equal(plane.q(0)[:3], q[1:4].numpy())
+    np.testing.assert_array_equal(plane.v(0)[:3], kv[1:4, 1].numpy())
+    with pytest.raises(PlaneError, match="q is not of the exchange's type"):
+        plane.submit_rows(0, q.to(torch.bfloat16), kv, 1, 3)
+    plane.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": np.zeros((5, 6, 40), np.float64)}, "q is not of the exchange's type"),
+        ({"q": np.zeros((5, 6, 40), np.int32)}, "q is not of the exchange's type"),
+        ({"q": np.zeros((5, 240), np.float32)}, "q has another number of axes"),
+        ({"q": np.zeros((5, 5, 40), np.float32)}, "q has other heads"),
+        ({"q": np.zeros((5, 6, 80), np.float32)[:, :, ::2]}, "q is not contiguous in its last axis"),
+        ({"q": [1.0]}, "q is no writable array"),
+        ({"kv": np.zeros((5, 3, 2, 40), np.float32)}, "kv is not K and V"),
+        ({"kv": np.zeros((5, 2, 2, 41), np.float32)}, "kv has other heads"),
+        ({"kv": np.zeros((4, 2, 2, 40), np.float32)}, "kv has not all of these rows"),
+        ({"first_row": -1}, "q has not all"),
+        ({"first_row": 2**63 - 1}, "q has not all"),
+        ({"num_rows": -1}, "q has not all"),
+        ({"num_rows": 6, "first_row": 0, "q": np.zeros((6, 6, 40), np.float32)}, "more rows than fit into a slot"),
+    ],
+)
+def test_nothing_else_is_submitted(segment: Segment, change: dict[str, object], message: str) -> None:
+    plane = attach(segment)
+    good = {"q": np.ones((5, 6, 40), np.float32), "kv": np.ones((5, 2, 2, 40), np.float32)}
+    arguments = good | {"first_row": 1, "num_rows": 4} | change
+    with pytest.raises(PlaneError, match=message):
+        plane.submit_rows(0, **arguments)  # type: ignore[arg-type]
+    plane.wait(0, 0.0)  # nothing was submitted
+    assert not plane.q(0).any()
+    with pytest.raises(PlaneError, match="out has not all of these rows"):
+        plane.wait_rows(0, np.zeros((4, 6, 40), np.float32), 1, 4, 0.0)
+    frozen = np.zeros((5, 6, 40), np.float32)
+    frozen.flags.writeable = False
+    with pytest.raises(PlaneError, match="out is no writable array"):
+        plane.wait_rows(0, frozen, 0, 1, 0.0)
     plane.close()

@@ -22,6 +22,22 @@ std::vector<std::string> names_of(const std::vector<const Kernel*>& kernels) {
     return names;
 }
 
+std::vector<std::int64_t> fork_join_ns(ThreadPool& threads, std::size_t num_runs) {
+    const auto num_tasks = static_cast<std::uint32_t>(threads.resize());
+    std::vector<std::int64_t> times(num_runs);
+    for (std::int64_t& time : times) {
+        const auto start = Clock::now();
+        std::atomic<std::uint32_t> num_arrived{0};
+        threads.run(num_tasks, true, [&](std::uint32_t, int) {
+            num_arrived.fetch_add(1);
+            // Threads that share a core meet only where they let each other run.
+            for (int i = 1; num_arrived.load() < num_tasks; ++i) i % 1024 == 0 ? void(sched_yield()) : pause_cpu();
+        });
+        time = nanoseconds(Clock::now() - start).count();
+    }
+    return times;
+}
+
 }  // namespace
 }  // namespace neoflex
 
@@ -29,7 +45,10 @@ NB_MODULE(_kernels, m) {
     using namespace neoflex;
     m.doc() = "What runs on the CPU at its full speed.";
     nb::class_<ThreadPool>(m, "ThreadPool", "Threads that compute, the caller's included.")
-        .def(nb::init<int>(), "num_threads"_a)
+        .def(nb::init<int, std::vector<int>>(), "num_threads"_a, "cpus"_a = std::vector<int>{},
+             "Thread i, the caller's being 0, stays on CPU cpus[i]; those beyond the list are not pinned.")
+        .def("fork_join_ns", &fork_join_ns, "num_runs"_a, nb::call_guard<nb::gil_scoped_release>(),
+             "Nanoseconds of each of so many runs, one right after the other, in which all threads meet.")
         .def_prop_rw("num_threads", &ThreadPool::num_threads, &ThreadPool::set_num_threads,
                      "A change takes effect with the next iteration.");
     m.def("compiled_instruction_sets", [] { return names_of(compiled_kernels()); },

@@ -1,13 +1,21 @@
 #include "thread_pool.h"
 
+#include <sched.h>
+
+#include <utility>
+
 namespace neoflex {
 
-ThreadPool::ThreadPool(int num_threads) : wanted_(num_threads) {}
+ThreadPool::ThreadPool(int num_threads, std::vector<int> cpus) : wanted_(num_threads), cpus_(std::move(cpus)) {}
 
 ThreadPool::~ThreadPool() { end_helpers(0); }
 
 int ThreadPool::resize() {
     const int wanted = num_threads();
+    if (caller_ != std::this_thread::get_id()) {
+        caller_ = std::this_thread::get_id();
+        pin_this_thread(0);
+    }
     const std::size_t num_helpers = static_cast<std::size_t>(wanted - 1);
     end_helpers(num_helpers);
     while (helpers_.size() < num_helpers) {
@@ -27,6 +35,15 @@ void ThreadPool::end_helpers(std::size_t num_kept) {
     }
 }
 
+// Best effort: a CPU that is gone by now leaves the thread where it may run.
+void ThreadPool::pin_this_thread(int thread) const {
+    if (static_cast<std::size_t>(thread) >= cpus_.size()) return;
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    CPU_SET(cpus_[thread], &set);
+    sched_setaffinity(0, sizeof set, &set);
+}
+
 void ThreadPool::run_with_helpers(std::uint32_t num_tasks) {
     ++job_;
     num_done_.store(0, std::memory_order_relaxed);
@@ -37,7 +54,7 @@ void ThreadPool::run_with_helpers(std::uint32_t num_tasks) {
     start_.ring(job_);
     take_tasks(0);
     // Helpers that still compute ring; those that never woke up have nothing left to take.
-    wait_for(all_done_, job_, caller_spin_, Clock::time_point::max(), [](bool) { return false; });
+    join_waiter_.wait(all_done_, job_, Clock::time_point::max(), [](bool) { return false; });
 }
 
 void ThreadPool::take_tasks(int thread) {
@@ -57,9 +74,10 @@ void ThreadPool::take_tasks(int thread) {
 }
 
 void ThreadPool::help(const Helper& self, int thread, std::uint32_t seen) {
-    SpinBudget spin;
+    pin_this_thread(thread);
+    Waiter waiter;
     auto stopped = [&](bool) { return self.stop.load(); };
-    while (wait_for(start_, seen + 1, spin, Clock::time_point::max(), stopped) == WaitResult::reached) {
+    while (waiter.wait(start_, seen + 1, Clock::time_point::max(), stopped) == WaitResult::reached) {
         seen = start_.number.load(std::memory_order_acquire);
         take_tasks(thread);
     }

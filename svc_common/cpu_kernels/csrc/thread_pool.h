@@ -8,13 +8,14 @@
 #include <type_traits>
 #include <vector>
 
-#include "doorbell.h"
+#include "waiter.h"
 
 namespace neoflex {
 
 class ThreadPool {
   public:
-    explicit ThreadPool(int num_threads);
+    // Thread i stays on CPU cpus[i]; threads beyond the list, or all with an empty one, go where the kernel puts them.
+    explicit ThreadPool(int num_threads, std::vector<int> cpus = {});
     ~ThreadPool();
     ThreadPool(const ThreadPool&) = delete;
     ThreadPool& operator=(const ThreadPool&) = delete;
@@ -23,7 +24,8 @@ class ThreadPool {
     void set_num_threads(int num_threads) { wanted_.store(num_threads, std::memory_order_relaxed); }
     int num_threads() const { return wanted_.load(std::memory_order_relaxed); }
 
-    // Starts or ends helpers so that num_threads() compute, and returns that. By the caller of run(), between runs.
+    // Starts or ends helpers so that num_threads() compute, and returns that. By the caller of run(), between runs; the
+    // caller is thread 0 and pinned like the others.
     int resize();
 
     // One caller at a time. `f` must not throw. Helpers are woken only with `wake_helpers`: for little work that
@@ -51,8 +53,11 @@ class ThreadPool {
     void help(const Helper& self, int thread, std::uint32_t seen);
     void take_tasks(int thread);
     void end_helpers(std::size_t num_kept);
+    void pin_this_thread(int thread) const;
 
     std::atomic<int> wanted_;
+    const std::vector<int> cpus_;
+    std::thread::id caller_;  // the last that was pinned
     std::vector<std::unique_ptr<Helper>> helpers_;  // thread numbers 1, 2, ...
 
     // The job. Written by run() only while no task is open, and read only after a task was taken.
@@ -66,7 +71,7 @@ class ThreadPool {
     Doorbell all_done_;  // likewise
     alignas(64) std::atomic<std::uint32_t> num_done_{0};
     std::uint32_t job_ = 0;
-    SpinBudget caller_spin_;
+    Waiter join_waiter_;
 };
 
 }  // namespace neoflex

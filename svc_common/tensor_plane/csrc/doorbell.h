@@ -1,7 +1,7 @@
 // Doorbells: how two processes (or the threads of one) tell each other that something is ready.
 //
 // A doorbell is a 32-bit number that only grows, modulo 2^32. The writer stores it with release order and
-// enters the kernel only where somebody sleeps; the waiter spins for a bounded time and then sleeps on the word.
+// enters the kernel only where somebody sleeps. How to wait is in waiter.h.
 #pragma once
 
 #include <linux/futex.h>
@@ -9,23 +9,15 @@
 #include <time.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <climits>
 #include <cstdint>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
 namespace neoflex {
 
 using Clock = std::chrono::steady_clock;
 using std::chrono::nanoseconds;
-
-// A sleeper looks up this often: for a dead peer, and for a wake that got lost with its sender.
-inline constexpr nanoseconds sleep_slice = std::chrono::milliseconds(20);
 
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free && sizeof(std::atomic<std::uint32_t>) == 4);
 
@@ -41,14 +33,6 @@ inline void futex_wake_all(std::atomic<std::uint32_t>& word) {
     syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
-inline void pause_cpu() {
-#if defined(__x86_64__)
-    _mm_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-}
-
 // A cache line of its own, so that a spinning waiter disturbs nobody.
 struct alignas(64) Doorbell {
     std::atomic<std::uint32_t> number{0};
@@ -60,70 +44,20 @@ struct alignas(64) Doorbell {
     }
 
     void ring(std::uint32_t value) {
-        number.store(value, std::memory_order_release);
-        // Orders the store before the look at the sleepers; the sleeper does the same the other way round, so
-        // one of the two sees the other.
-        std::atomic_thread_fence(std::memory_order_seq_cst);
-        if (num_sleepers.load(std::memory_order_relaxed) != 0) futex_wake_all(number);
+        // Ringer and sleeper each write, then look at what the other wrote, in one total order: one sees the other.
+        number.store(value, std::memory_order_seq_cst);
+        if (num_sleepers.load(std::memory_order_seq_cst) != 0) futex_wake_all(number);
+    }
+
+    // Sleeps until the number is no longer `seen`, a nudge or the limit, or not at all where it has changed already.
+    void sleep(std::uint32_t seen, nanoseconds limit) {
+        num_sleepers.fetch_add(1, std::memory_order_seq_cst);
+        if (number.load(std::memory_order_seq_cst) == seen) futex_sleep(number, seen, limit);
+        num_sleepers.fetch_sub(1, std::memory_order_relaxed);
     }
 
     // Lets sleepers look at whatever else they watch.
     void nudge() { futex_wake_all(number); }
 };
-
-// How long to spin before sleeping. Grows while spinning pays, shrinks when it does not: where both processes
-// share few cores a spinner takes the very core that it waits for.
-class SpinBudget {
-  public:
-    nanoseconds value() const { return budget_; }
-    void paid() { budget_ = std::min(budget_ * 2, most); }
-    void wasted() { budget_ = std::max(budget_ / 2, least); }
-
-  private:
-    static constexpr nanoseconds least = std::chrono::microseconds(2);
-    static constexpr nanoseconds most = std::chrono::microseconds(50);
-    nanoseconds budget_ = std::chrono::microseconds(10);
-};
-
-enum class WaitResult { reached, timed_out, interrupted };
-
-inline bool spin_until_reached(const Doorbell& bell, std::uint32_t target, nanoseconds budget) {
-    const auto end = Clock::now() + budget;
-    do {
-        for (int i = 0; i < 8; ++i) {
-            if (bell.reached(target)) return true;
-            pause_cpu();
-        }
-    } while (Clock::now() < end);
-    return false;
-}
-
-// Waits until the bell reaches `target`. `interrupted(slept_a_slice)` ends the wait by returning true; it is called
-// before each sleep, with true after a slice of sleep passed without a ring: the moment for costly checks.
-template <typename Interrupted>
-WaitResult wait_for(Doorbell& bell, std::uint32_t target, SpinBudget& spin, Clock::time_point deadline,
-                    Interrupted&& interrupted) {
-    if (bell.reached(target)) return WaitResult::reached;
-    if (spin_until_reached(bell, target, spin.value())) {
-        spin.paid();
-        return WaitResult::reached;
-    }
-    spin.wasted();
-    bool slept_a_slice = false;
-    while (!bell.reached(target)) {
-        if (interrupted(slept_a_slice)) return WaitResult::interrupted;
-        const auto start = Clock::now();
-        if (start >= deadline) return WaitResult::timed_out;
-        const std::uint32_t seen = bell.number.load(std::memory_order_relaxed);
-        bell.num_sleepers.fetch_add(1, std::memory_order_seq_cst);
-        std::atomic_thread_fence(std::memory_order_seq_cst);
-        if (bell.number.load(std::memory_order_relaxed) == seen && !bell.reached(target)) {
-            futex_sleep(bell.number, seen, std::min<nanoseconds>(sleep_slice, deadline - start));
-        }
-        bell.num_sleepers.fetch_sub(1, std::memory_order_relaxed);
-        slept_a_slice = Clock::now() - start >= sleep_slice;
-    }
-    return WaitResult::reached;
-}
 
 }  // namespace neoflex

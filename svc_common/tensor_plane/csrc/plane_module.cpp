@@ -3,16 +3,17 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
 
+#include "exchange.h"
 #include "region.h"
+#include "borrowed_tensor.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace neoflex {
 namespace {
-
-enum class Outcome { completed, timed_out, peer_lost, refused };
 
 void check_slot(int slot) {
     if (slot < 0 || slot >= num_slots) throw nb::index_error("slot must be 0 or 1");
@@ -35,37 +36,67 @@ Shape make_shape(std::int32_t num_layers, std::int32_t num_q_heads, std::int32_t
     return shape;
 }
 
-// Waits until the worker has completed the slot's submit number `target`, which belongs to `iteration`.
-Outcome wait_completed(Region& region, int slot, std::uint32_t target, std::uint64_t iteration, double timeout_s) {
+// Rows [first_row, first_row + num_rows) of a tensor's axis 0, from which the two last axes are left.
+RowsView rows_of(const BorrowedTensor& tensor, std::int64_t first_row, int head_axis) {
+    return {tensor.data() + first_row * tensor.stride_bytes(0), static_cast<std::size_t>(tensor.stride_bytes(0)),
+            static_cast<std::size_t>(tensor.stride_bytes(head_axis))};
+}
+
+void check_rows(const BorrowedTensor& tensor, const Shape& shape, std::int64_t first_row, std::int64_t num_rows) {
+    tensor.require(num_rows >= 0 && num_rows <= tensor.size(0) && first_row >= 0 &&
+                       first_row <= tensor.size(0) - num_rows,
+                   "has not all of these rows");
+    tensor.require(num_rows <= shape.max_sequences, "has more rows than fit into a slot");
+}
+
+void check_heads(const BorrowedTensor& tensor, const Shape& shape, int head_axis, std::int32_t num_heads) {
+    tensor.require(tensor.size(head_axis) == num_heads && tensor.size(head_axis + 1) == shape.head_dim,
+                   "has other heads than the region");
+}
+
+void submit(Exchange& exchange, int slot, nb::handle q, nb::handle kv, std::int64_t first_row, std::int64_t num_rows) {
     check_slot(slot);
-    // One executor thread waits on a slot at a time.
-    static thread_local SpinBudget spin[num_slots];
-    Control& control = region.control();
-    Outcome end = Outcome::timed_out;
-    auto interrupted = [&](bool slept_a_slice) {
-        if (control.refused_iteration.load(std::memory_order_acquire) == iteration) {
-            end = Outcome::refused;
-        } else if (region.is_closed() || (slept_a_slice && !region.peer_alive())) {
-            end = Outcome::peer_lost;
-        } else {
-            return false;
-        }
-        return true;
-    };
-    const auto deadline = Clock::now() + std::chrono::duration_cast<nanoseconds>(std::chrono::duration<double>(timeout_s));
-    const auto result = wait_for(control.completed[slot], target, spin[slot], deadline, interrupted);
-    return result == WaitResult::reached ? Outcome::completed : end;
+    const Shape& shape = exchange.region().shape();
+    const BorrowedTensor queries(q, "q", shape.exchange_dtype, 3);
+    const BorrowedTensor keys_values(kv, "kv", shape.exchange_dtype, 4);
+    check_rows(queries, shape, first_row, num_rows);
+    check_rows(keys_values, shape, first_row, num_rows);
+    check_heads(queries, shape, 1, shape.num_q_heads);
+    check_heads(keys_values, shape, 2, shape.num_kv_heads);
+    keys_values.require(keys_values.size(1) == 2, "is not K and V");
+    const RowsView k = rows_of(keys_values, first_row, 2);
+    const RowsView v{k.data + keys_values.stride_bytes(1), k.row_bytes, k.head_bytes};
+    exchange.submit(slot, num_rows, rows_of(queries, first_row, 1), k, v);
+}
+
+Outcome wait(Exchange& exchange, int slot, double timeout_s) {
+    check_slot(slot);
+    // Another Python thread that gets the interpreter's lock may keep it for milliseconds.
+    if (exchange.is_completed(slot)) return Outcome::completed;
+    nb::gil_scoped_release release;
+    return exchange.wait(slot, std::chrono::duration_cast<nanoseconds>(std::chrono::duration<double>(timeout_s)));
+}
+
+Outcome wait_and_take(Exchange& exchange, int slot, nb::handle out, std::int64_t first_row, std::int64_t num_rows,
+                      double timeout_s) {
+    const Shape& shape = exchange.region().shape();
+    const BorrowedTensor attention(out, "out", shape.exchange_dtype, 3);
+    check_rows(attention, shape, first_row, num_rows);
+    check_heads(attention, shape, 1, shape.num_q_heads);
+    const Outcome outcome = wait(exchange, slot, timeout_s);
+    if (outcome == Outcome::completed) exchange.take(slot, num_rows, rows_of(attention, first_row, 1));
+    return outcome;
 }
 
 void bind_region(nb::module_& m) {
     nb::class_<Region>(m, "Region", "One mapped region. Offsets and sizes are in bytes.")
         .def_static(
             "create",
-            [](const std::string& path, std::uint64_t epoch, const Shape& shape, std::size_t pool_bytes) {
-                return Region::create(path, epoch, shape, pool_bytes);
-            },
-            "path"_a, "epoch"_a, "shape"_a, "pool_bytes"_a, nb::call_guard<nb::gil_scoped_release>(),
-            "Makes the file, of as many blocks as fit into `pool_bytes`, and becomes its owner.")
+            [](const std::string& path, std::uint64_t epoch, const Shape& shape, std::size_t pool_bytes,
+               const std::vector<int>& cpus) { return Region::create(path, epoch, shape, pool_bytes, cpus); },
+            "path"_a, "epoch"_a, "shape"_a, "pool_bytes"_a, "cpus"_a, nb::call_guard<nb::gil_scoped_release>(),
+            "Makes the file, of as many blocks as fit into `pool_bytes`, and becomes its owner. The memory is touched\n"
+            "first by threads on `cpus`, or by the caller.")
         .def_static("attach", &Region::attach, "path"_a, "epoch"_a, "shape"_a,
                     nb::call_guard<nb::gil_scoped_release>(), "Maps a file that the owner made, as its executor.")
         .def_prop_ro("epoch", &Region::epoch)
@@ -93,15 +124,6 @@ void bind_region(nb::module_& m) {
             nb::sig("def memory(self) -> numpy.typing.NDArray[numpy.uint8]"),
             "All of it, as bytes. Keeps the mapping alive.")
         .def(
-            "submit",
-            [](Region& region, int slot, std::uint32_t number) {
-                check_slot(slot);
-                region.control().submitted[slot].ring(number);
-            },
-            "slot"_a, "number"_a, "Executor: q, k and v of this slot are ready.")
-        .def("wait_completed", &wait_completed, "slot"_a, "number"_a, "iteration"_a, "timeout_s"_a,
-             nb::call_guard<nb::gil_scoped_release>(), "Executor: waits for `out` of this slot.")
-        .def(
             "refuse",
             [](Region& region, std::uint64_t iteration) {
                 region.control().refused_iteration.store(iteration, std::memory_order_release);
@@ -112,6 +134,38 @@ void bind_region(nb::module_& m) {
         .def_prop_ro("is_closed", &Region::is_closed)
         .def("peer_alive", &Region::peer_alive, "Whether the other side's process lives and holds the region.")
         .def("close", &Region::close, "Gives the region up; arrays of it stay valid.");
+}
+
+void bind_exchange(nb::module_& m) {
+    nb::class_<Exchange>(m, "Exchange", "The executor's side of a region's exchange slots. For one thread at a time.")
+        .def(nb::init<Region&>(), "region"_a, nb::keep_alive<1, 2>())
+        .def(
+            "num_submits",
+            [](const Exchange& exchange, int slot) {
+                check_slot(slot);
+                return exchange.num_submits(slot);
+            },
+            "slot"_a, "So far, modulo 2^32.")
+        .def("begin", &Exchange::begin, "iteration"_a, "Waits belong to this iteration from now on.")
+        .def(
+            "ring",
+            [](Exchange& exchange, int slot) {
+                check_slot(slot);
+                exchange.ring(slot);
+            },
+            "slot"_a, "q, k and v of this slot's next layer are in place.")
+        .def("submit", &submit, "slot"_a, "q"_a, "kv"_a, "first_row"_a, "num_rows"_a,
+             nb::sig("def submit(self, slot: int, q: object, kv: object, first_row: int, num_rows: int) -> None"),
+             "Copies num_rows rows from first_row on of q [n, num_q_heads, head_dim] and kv [n, 2, num_kv_heads,\n"
+             "head_dim] into the slot and rings. CPU tensors of the exchange type, bf16 also as uint16, any strides\n"
+             "but in the last axis. Raises PlaneError where they are not that.")
+        .def("wait", &wait, "slot"_a, "timeout_s"_a, "Waits until the slot's last submit is answered.")
+        .def("wait_and_take", &wait_and_take, "slot"_a, "out"_a, "first_row"_a, "num_rows"_a, "timeout_s"_a,
+             nb::sig("def wait_and_take(self, slot: int, out: object, first_row: int, num_rows: int, "
+                     "timeout_s: float) -> Outcome"),
+             "Waits, then copies the answer into rows of out [n, num_q_heads, head_dim], a tensor as for submit.")
+        .def_prop_ro(
+            "waited_ns", [](const Exchange& exchange) { return exchange.waited().count(); }, "In all waits so far.");
 }
 
 }  // namespace
@@ -134,6 +188,7 @@ NB_MODULE(_plane, m) {
                     "block_tokens"_a, "kv_dtype"_a, "exchange_dtype"_a, "max_sequences"_a, "softmax_scale"_a,
                     "sliding_window"_a);
     bind_region(m);
+    bind_exchange(m);
     m.def(
         "try_lock_as_owner", [](int fd) { return try_lock(fd, Side::owner); }, "fd"_a,
         "Takes the owner's byte of an open region file, until that descriptor is closed. False where its owner lives.");

@@ -7,6 +7,7 @@
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -15,12 +16,18 @@
 #include <memory>
 #include <new>
 #include <string>
+#include <vector>
 
 #include "layout.h"
+#include "populate.h"
 
 namespace neoflex {
 
 enum class Side : off_t { owner = 0, executor = 1 };  // the byte each side locks
+
+[[noreturn]] inline void throw_errno(const std::string& what, int error = errno) {
+    throw PlaneError(what + ": " + std::strerror(error));
+}
 
 class FileDescriptor {
   public:
@@ -33,10 +40,6 @@ class FileDescriptor {
   private:
     const int fd_;
 };
-
-[[noreturn]] inline void throw_errno(const std::string& what, int error = errno) {
-    throw PlaneError(what + ": " + std::strerror(error));
-}
 
 inline struct flock lock_request(Side side) {
     struct flock request {};
@@ -71,9 +74,10 @@ inline bool is_locked(int fd, Side side) {
 class Region {
   public:
     // Makes the file and takes the owner's byte. The pool gets as many blocks as fit into `pool_bytes`; header and
-    // exchange slots come on top. Removes the file again where anything fails.
+    // exchange slots come on top. All of it is there when this returns, each part first touched on one of `cpus`, where
+    // the threads that will read it are pinned. Removes the file again where anything fails.
     static std::unique_ptr<Region> create(const std::string& path, std::uint64_t epoch, const Shape& shape,
-                                          std::size_t pool_bytes) {
+                                          std::size_t pool_bytes, const std::vector<int>& cpus) {
         shape.check();
         const std::size_t block_bytes = shape.num_layers * shape.layer_block_bytes();
         const std::size_t num_blocks = pool_bytes / block_bytes;
@@ -88,7 +92,7 @@ class Region {
         auto file = std::make_unique<FileDescriptor>(fd);
         try {
             return std::unique_ptr<Region>(
-                new Region(path, std::move(file), epoch, shape, static_cast<std::int32_t>(num_blocks), layout));
+                new Region(path, std::move(file), epoch, shape, static_cast<std::int32_t>(num_blocks), layout, cpus));
         } catch (...) {
             ::unlink(path.c_str());
             throw;
@@ -141,24 +145,20 @@ class Region {
 
   private:
     Region(const std::string& path, std::unique_ptr<FileDescriptor> file, std::uint64_t epoch, const Shape& shape,
-           std::int32_t num_blocks, const Layout& layout)
+           std::int32_t num_blocks, const Layout& layout, const std::vector<int>& cpus)
         : file_(std::move(file)), side_(Side::owner), shape_(shape), layout_(layout), num_blocks_(num_blocks),
-          epoch_(epoch), mapped_bytes_(layout.region_bytes) {
+          epoch_(epoch) {
         struct stat status {};
         // A sweeper of stale regions may have come between open and lock.
         if (!try_lock(file_->get(), side_) || fstat(file_->get(), &status) != 0 || status.st_nlink == 0)
             throw PlaneError(path + ": was taken for stale while it was made; try again");
-        int error = 0;
-        do {
-            error = ::posix_fallocate(file_->get(), 0, static_cast<off_t>(mapped_bytes_));
-        } while (error == EINTR);
-        if (error != 0) throw_errno(path + ": cannot reserve " + std::to_string(mapped_bytes_) + " bytes", error);
-        map(path);
+        mapped_bytes_ = file_bytes();
+        reserve(path, cpus);
         auto* control = new (base_) Control{};
         control->version = layout_version;
         control->num_blocks = num_blocks;
         control->epoch = epoch;
-        control->region_bytes = mapped_bytes_;
+        control->region_bytes = layout.region_bytes;
         control->shape = shape;
         control->refused_iteration.store(no_iteration, std::memory_order_relaxed);
         control->magic.store(region_magic, std::memory_order_release);
@@ -182,6 +182,29 @@ class Region {
         control().attached.store(1, std::memory_order_release);
     }
 
+    // The region in whole pages of the file system, which are huge on hugetlbfs.
+    std::size_t file_bytes() const {
+        struct statvfs status {};
+        if (fstatvfs(file_->get(), &status) != 0) throw_errno("cannot look at the region's file system");
+        return round_up(layout_.region_bytes, std::max<std::size_t>(status.f_bsize, page_bytes));
+    }
+
+    // Sets the size, maps the file and fills it.
+    void reserve(const std::string& path, const std::vector<int>& cpus) {
+        const std::string what = path + ": cannot reserve " + std::to_string(mapped_bytes_) + " bytes";
+        struct statvfs status {};
+        if (fstatvfs(file_->get(), &status) != 0) throw_errno(what);
+        // Said at once, not after filling all there is. A file system of 0 blocks has no limit.
+        if (status.f_blocks > 0 && status.f_bavail * status.f_frsize < mapped_bytes_) throw_errno(what, ENOSPC);
+        if (ftruncate(file_->get(), static_cast<off_t>(mapped_bytes_)) != 0) throw_errno(what);
+        map(path);
+        int error = populate(base_, mapped_bytes_, cpus);
+        if (error == EINVAL) error = ::posix_fallocate(file_->get(), 0, static_cast<off_t>(mapped_bytes_));
+        if (error == 0) return;
+        ::munmap(base_, mapped_bytes_);
+        throw_errno(what, error);
+    }
+
     void map(const std::string& path) {
         void* base = ::mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, file_->get(), 0);
         if (base == MAP_FAILED) throw_errno(path + ": cannot map " + std::to_string(mapped_bytes_) + " bytes");
@@ -202,7 +225,7 @@ class Region {
         num_blocks_ = found.num_blocks;
         if (num_blocks_ < 1) throw PlaneError(path + ": has no blocks");
         layout_ = layout_of(shape_, num_blocks_);
-        if (found.region_bytes != layout_.region_bytes || mapped_bytes_ != layout_.region_bytes)
+        if (found.region_bytes != layout_.region_bytes || mapped_bytes_ != file_bytes())
             throw PlaneError(path + ": has " + std::to_string(mapped_bytes_) + " bytes, its header says " +
                              std::to_string(found.region_bytes) + ", its shape takes " +
                              std::to_string(layout_.region_bytes));

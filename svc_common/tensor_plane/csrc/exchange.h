@@ -1,0 +1,111 @@
+// The executor's side of the exchange slots: hands over q, k and v of a layer, waits for and takes back its attention.
+#pragma once
+
+#include <cstring>
+#include <string>
+
+#include "region.h"
+#include "waiter.h"
+
+namespace neoflex {
+
+// Rows of [num_heads, head_dim] in somebody else's memory. Each head is contiguous; rows and heads need not be.
+struct RowsView {
+    std::byte* data;
+    std::size_t row_bytes;   // from one row to the next
+    std::size_t head_bytes;  // from one head to the next
+};
+
+enum class Outcome { completed, timed_out, peer_lost, refused };
+
+// Used by one thread at a time.
+class Exchange {
+  public:
+    explicit Exchange(Region& region) : region_(region) {}
+
+    // Submits so far of a slot, modulo 2^32.
+    std::uint32_t num_submits(int slot) const { return num_submits_[slot]; }
+
+    // Waits belong to this iteration from now on.
+    void begin(std::uint64_t iteration) { iteration_ = iteration; }
+
+    // Copies the first rows of a slot's q, k and v and rings.
+    void submit(int slot, std::size_t num_rows, const RowsView& q, const RowsView& k, const RowsView& v) {
+        const Layout& at = region_.layout();
+        std::byte* to = region_.slot(slot);
+        const Shape& shape = region_.shape();
+        copy(dense(to + at.slot_q, shape.num_q_heads), q, num_rows, shape.num_q_heads);
+        copy(dense(to + at.slot_k, shape.num_kv_heads), k, num_rows, shape.num_kv_heads);
+        copy(dense(to + at.slot_v, shape.num_kv_heads), v, num_rows, shape.num_kv_heads);
+        ring(slot);
+    }
+
+    // q, k and v of this slot are in place.
+    void ring(int slot) { region_.control().submitted[slot].ring(++num_submits_[slot]); }
+
+    // Whether the slot's last submit is answered already.
+    bool is_completed(int slot) const { return region_.control().completed[slot].reached(num_submits_[slot]); }
+
+    // Waits until it is.
+    Outcome wait(int slot, nanoseconds timeout) {
+        const auto start = Clock::now();
+        Control& control = region_.control();
+        Outcome end = Outcome::timed_out;
+        auto interrupted = [&](bool slept_a_slice) {
+            if (control.refused_iteration.load(std::memory_order_acquire) == iteration_) {
+                end = Outcome::refused;
+            } else if (region_.is_closed() || (slept_a_slice && !region_.peer_alive())) {
+                end = Outcome::peer_lost;
+            } else {
+                return false;
+            }
+            return true;
+        };
+        const auto result =
+            waiters_[slot].wait(control.completed[slot], num_submits_[slot], start + timeout, interrupted);
+        waited_ += Clock::now() - start;
+        return result == WaitResult::reached ? Outcome::completed : end;
+    }
+
+    // Copies the first rows of a slot's out.
+    void take(int slot, std::size_t num_rows, const RowsView& out) const {
+        const std::int32_t heads = region_.shape().num_q_heads;
+        copy(out, dense(region_.slot(slot) + region_.layout().slot_out, heads), num_rows, heads);
+    }
+
+    // In all waits so far.
+    nanoseconds waited() const { return waited_; }
+    const Region& region() const { return region_; }
+
+  private:
+    std::size_t head_bytes() const {
+        return static_cast<std::size_t>(region_.shape().head_dim) * dtype_bytes(region_.shape().exchange_dtype);
+    }
+
+    RowsView dense(std::byte* data, std::int32_t num_heads) const {
+        return {data, num_heads * head_bytes(), head_bytes()};
+    }
+
+    void copy(const RowsView& to, const RowsView& from, std::size_t num_rows, std::size_t num_heads) const {
+        const std::size_t head = head_bytes();
+        const bool whole_rows = to.head_bytes == head && from.head_bytes == head;
+        if (whole_rows && to.row_bytes == num_heads * head && from.row_bytes == num_heads * head) {
+            std::memcpy(to.data, from.data, num_rows * num_heads * head);
+            return;
+        }
+        const std::size_t pieces = whole_rows ? 1 : num_heads;
+        const std::size_t piece_bytes = whole_rows ? num_heads * head : head;
+        for (std::size_t row = 0; row < num_rows; ++row)
+            for (std::size_t piece = 0; piece < pieces; ++piece)
+                std::memcpy(to.data + row * to.row_bytes + piece * to.head_bytes,
+                            from.data + row * from.row_bytes + piece * from.head_bytes, piece_bytes);
+    }
+
+    Region& region_;
+    std::uint64_t iteration_ = 0;
+    std::uint32_t num_submits_[num_slots] = {};
+    Waiter waiters_[num_slots];
+    nanoseconds waited_{0};
+};
+
+}  // namespace neoflex

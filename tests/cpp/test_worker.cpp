@@ -1,0 +1,246 @@
+// The worker and its kernels over a region: sequences that grow token by token, against attention in double precision.
+//
+// Every token's k and v pass through the exchange slots, so that the pool's layout stays the kernels' own affair. The
+// pool starts as NaN throughout: what is read without having been written shows.
+#include <cmath>
+#include <cstring>
+#include <random>
+#include <thread>
+
+#include "check.h"
+#include "exchange.h"
+#include "half.h"
+#include "temporary.h"
+#include "worker.h"
+
+using namespace neoflex;
+
+namespace {
+
+using std::chrono::seconds;
+
+// Reads and writes numbers of a type, as kernels round them.
+float load(DType dtype, const std::byte* from, std::size_t index) {
+    if (dtype == DType::fp32) return reinterpret_cast<const float*>(from)[index];
+    if (dtype == DType::fp16) return to_float(reinterpret_cast<const Half*>(from)[index]);
+    return to_float(reinterpret_cast<const BFloat*>(from)[index]);
+}
+
+void store(DType dtype, std::byte* to, std::size_t index, float value) {
+    if (dtype == DType::fp32) return store_one(reinterpret_cast<float*>(to) + index, value);
+    if (dtype == DType::fp16) return store_one(reinterpret_cast<Half*>(to) + index, value);
+    store_one(reinterpret_cast<BFloat*>(to) + index, value);
+}
+
+float rounded(DType dtype, float value) {
+    std::byte bytes[4];
+    store(dtype, bytes, 0, value);
+    return load(dtype, bytes, 0);
+}
+
+// Of an output of about 1, by the type it is rounded to.
+double tolerance(const Shape& shape) {
+    if (shape.exchange_dtype == DType::bf16) return 2e-2;
+    return shape.exchange_dtype == DType::fp16 || shape.kv_dtype != DType::fp32 ? 2e-3 : 2e-5;
+}
+
+// A region with an executor's side, and a thread that computes as cpu_attn_svc does.
+class Rig {
+  public:
+    Rig(const Shape& shape, const Kernel& kernel, int num_threads, std::int32_t num_blocks)
+        : owner_(Region::create(directory_.path("region"), 1, shape,
+                                num_blocks * shape.num_layers * shape.layer_block_bytes(), {})),
+          region_(Region::attach(directory_.path("region"), 1, shape)),
+          threads_(num_threads),
+          worker_(*owner_, kernel, threads_),
+          exchange_(*region_) {
+        std::memset(owner_->pool_layer(0), 0xff, owner_->layout().pool_bytes);
+    }
+
+    Worker& worker() { return worker_; }
+    Exchange& exchange() { return exchange_; }
+    Region& owner() { return *owner_; }
+
+  private:
+    TemporaryDirectory directory_;
+    std::unique_ptr<Region> owner_;
+    std::unique_ptr<Region> region_;
+    ThreadPool threads_;
+    Worker worker_;
+    Exchange exchange_;
+};
+
+// Sequences of one sub-batch with all that was ever submitted for them.
+class Sequences {
+  public:
+    Sequences(const Shape& shape, int num_sequences, std::int32_t stride, unsigned seed)
+        : shape_(shape), num_(num_sequences), stride_(stride), random_(seed), contexts_(num_sequences),
+          tables_(num_sequences * stride), kv_(num_sequences * shape.num_layers * shape.num_kv_heads * 2),
+          exchange_bytes_(dtype_bytes(shape.exchange_dtype)) {
+        for (std::size_t i = 0; i < tables_.size(); ++i) tables_[i] = static_cast<std::int32_t>(tables_.size() - 1 - i);
+    }
+
+    // One more token each, through all layers.
+    void step(Rig& rig, int slot) {
+        for (auto& context : contexts_) ++context;
+        const SubBatch batch{slot, rig.exchange().num_submits(slot), {num_, contexts_.data(), tables_.data(), stride_}};
+        std::thread computing([&] { rig.worker().run({batch}); });
+        for (int layer = 0; layer < shape_.num_layers; ++layer) {
+            std::vector<std::byte> fused(num_ * row_bytes());
+            fill(fused, layer);
+            const std::size_t head = shape_.head_dim * exchange_bytes_;
+            const RowsView q{fused.data(), row_bytes(), head};
+            const RowsView k{q.data + shape_.num_q_heads * head, row_bytes(), head};
+            const RowsView v{k.data + shape_.num_kv_heads * head, row_bytes(), head};
+            rig.exchange().submit(slot, num_, q, k, v);
+            CHECK(rig.exchange().wait(slot, seconds(60)) == Outcome::completed);
+            std::vector<std::byte> out(num_ * shape_.num_q_heads * head);
+            rig.exchange().take(slot, num_, {out.data(), shape_.num_q_heads * head, head});
+            check(fused, out, layer);
+        }
+        computing.join();
+    }
+
+  private:
+    std::size_t row_bytes() const {
+        return (shape_.num_q_heads + 2 * shape_.num_kv_heads) * static_cast<std::size_t>(shape_.head_dim) *
+               exchange_bytes_;
+    }
+
+    std::vector<float>& history(int sequence, int layer, int kv_head, int value) {
+        return kv_[((sequence * shape_.num_layers + layer) * shape_.num_kv_heads + kv_head) * 2 + value];
+    }
+
+    // Random q, k and v of each sequence; k and v also into the history, rounded as the pool rounds them.
+    void fill(std::vector<std::byte>& fused, int layer) {
+        std::normal_distribution<float> normal;
+        const int num_heads = shape_.num_q_heads + 2 * shape_.num_kv_heads;
+        for (int i = 0; i < num_ * num_heads * shape_.head_dim; ++i) {
+            const float value = rounded(shape_.exchange_dtype, normal(random_));
+            store(shape_.exchange_dtype, fused.data(), i, value);
+            const int head = i / shape_.head_dim % num_heads - shape_.num_q_heads;
+            if (head < 0) continue;
+            history(i / shape_.head_dim / num_heads, layer, head % shape_.num_kv_heads, head / shape_.num_kv_heads)
+                .push_back(rounded(shape_.kv_dtype, value));
+        }
+    }
+
+    void check(const std::vector<std::byte>& fused, const std::vector<std::byte>& out, int layer) {
+        const int dim = shape_.head_dim;
+        for (int s = 0; s < num_; ++s)
+            for (int h = 0; h < shape_.num_q_heads; ++h) {
+                const std::byte* q = fused.data() + s * row_bytes() + h * dim * exchange_bytes_;
+                const std::vector<double> want = attend(q, history(s, layer, h / shape_.group(), 0),
+                                                        history(s, layer, h / shape_.group(), 1));
+                for (int d = 0; d < dim; ++d) {
+                    const float got =
+                        load(shape_.exchange_dtype, out.data(), (s * shape_.num_q_heads + h) * std::size_t(dim) + d);
+                    CHECK(std::abs(got - want[d]) <= tolerance(shape_));
+                }
+            }
+    }
+
+    std::vector<double> attend(const std::byte* q, const std::vector<float>& k, const std::vector<float>& v) const {
+        const int dim = shape_.head_dim;
+        const int num_tokens = static_cast<int>(k.size()) / dim;
+        const int first = shape_.sliding_window > 0 ? std::max(0, num_tokens - shape_.sliding_window) : 0;
+        std::vector<double> scores, out(dim);
+        for (int t = first; t < num_tokens; ++t) {
+            double score = 0;
+            for (int d = 0; d < dim; ++d) score += double(load(shape_.exchange_dtype, q, d)) * k[t * dim + d];
+            scores.push_back(score * shape_.softmax_scale);
+        }
+        const double most = *std::max_element(scores.begin(), scores.end());
+        double sum = 0;
+        for (double& score : scores) sum += score = std::exp(score - most);
+        for (int t = first; t < num_tokens; ++t)
+            for (int d = 0; d < dim; ++d) out[d] += scores[t - first] / sum * v[t * dim + d];
+        return out;
+    }
+
+    const Shape shape_;
+    const int num_;
+    const std::int32_t stride_;
+    std::mt19937 random_;
+    std::vector<std::int32_t> contexts_;  // [num], the newest token included
+    std::vector<std::int32_t> tables_;    // [num, stride]
+    std::vector<std::vector<float>> kv_;  // [num, layers, kv heads, 2 (K, V)] of [tokens, head_dim]
+    const std::size_t exchange_bytes_;
+};
+
+void grow(const Shape& shape, const Kernel& kernel, int num_threads, int num_sequences, int num_tokens) {
+    const std::int32_t stride = (num_tokens - 1) / shape.block_tokens + 1;
+    Rig rig(shape, kernel, num_threads, stride * num_sequences);
+    Sequences sequences(shape, num_sequences, stride, static_cast<unsigned>(num_tokens));
+    for (int token = 0; token < num_tokens; ++token) sequences.step(rig, token % num_slots);
+}
+
+void test_random_shapes(const Kernel& kernel) {
+    std::mt19937 random(11);
+    auto between = [&](int least, int most) { return least + static_cast<int>(random() % (most - least + 1)); };
+    constexpr DType dtypes[] = {DType::fp32, DType::fp16, DType::bf16};
+    for (int i = 0; i < 18; ++i) {
+        const int num_kv_heads = between(1, 3);
+        const int head_dim = between(1, 4) == 1 ? between(1, 256) : 16 * between(1, 8);
+        const Shape shape{between(1, 2),
+                          num_kv_heads * between(1, 6),
+                          num_kv_heads,
+                          head_dim,
+                          between(1, 20),
+                          dtypes[i % 3],
+                          dtypes[i / 3 % 3],
+                          3,
+                          1.0f / std::sqrt(static_cast<float>(head_dim)),
+                          i % 4 == 3 ? between(1, 9) : 0};
+        grow(shape, kernel, 1, between(1, 3), between(1, 40));
+    }
+}
+
+// Long enough that heads are cut into spans and merged, by more threads than pieces at times.
+void test_spans_and_threads(const Kernel& kernel) {
+    const Shape shape{1, 6, 2, 64, 16, DType::fp32, DType::fp32, 2, 0.125f, 0};
+    grow(shape, kernel, 3, 2, 420);
+}
+
+void test_what_is_refused(const Kernel& kernel) {
+    const Shape shape{1, 2, 1, 8, 4, DType::fp32, DType::fp32, 2, 1.0f, 0};
+    Rig rig(shape, kernel, 1, 3);
+    const std::int32_t contexts[] = {1, 5, 1}, tables[] = {0, 1, 2};
+    auto run = [&](int slot, std::int32_t num, const std::int32_t* context, const std::int32_t* table) {
+        return rig.worker().run({{slot, 0, {num, context, table, 1}}});
+    };
+    const std::int32_t beyond[] = {3}, negative[] = {-1}, nothing[] = {0};
+    CHECK_THROWS(run(2, 1, contexts, tables), PlaneError, "slot 2");
+    CHECK_THROWS(run(0, 0, contexts, tables), PlaneError, "0 sequences");
+    CHECK_THROWS(run(0, 3, contexts, tables), PlaneError, "3 sequences");
+    CHECK_THROWS(run(0, 2, contexts, tables), PlaneError, "context of 5 tokens");
+    CHECK_THROWS(run(0, 1, nothing, tables), PlaneError, "context of 0 tokens");
+    CHECK_THROWS(run(0, 1, contexts, beyond), PlaneError, "block 3 of 3");
+    CHECK_THROWS(run(0, 1, contexts, negative), PlaneError, "block -1 of 3");
+    rig.worker().cancel();
+    CHECK_THROWS(run(0, 1, contexts, tables), Interrupted, "given up");
+}
+
+void test_an_executor_that_closes_ends_the_iteration(const Kernel& kernel) {
+    const Shape shape{1, 2, 1, 8, 4, DType::fp32, DType::fp32, 2, 1.0f, 0};
+    Rig rig(shape, kernel, 1, 3);
+    const std::int32_t context = 1, block = 0;
+    std::thread closing([&] {
+        std::this_thread::sleep_for(std::chrono::milliseconds(20));
+        rig.owner().close();
+    });
+    CHECK_THROWS(rig.worker().run({{0, 0, {1, &context, &block, 1}}}), Interrupted, "closed the region");
+    closing.join();
+}
+
+}  // namespace
+
+int main() {
+    for (const Kernel* kernel : runnable_kernels()) {
+        std::printf("kernel %s\n", kernel->name);
+        test_random_shapes(*kernel);
+        test_spans_and_threads(*kernel);
+    }
+    test_what_is_refused(scalar_kernel);
+    test_an_executor_that_closes_ends_the_iteration(scalar_kernel);
+}
