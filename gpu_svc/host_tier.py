@@ -47,11 +47,11 @@ class HostTier:
         self.wait_ns = 0
         """Spent in `wait` so far."""
 
-    def begin(self, work: Sequence[CpuWork], host_blocks_used: int) -> None:
+    def begin(self, work: Sequence[CpuWork], host_blocks_used: int, trace: bool = False) -> None:
         """Describes an iteration: its CPU decodes in the order in which each layer submits them."""
         self._number += 1
         sub_batches = [CpuSubBatch(part.slot, part.context_tokens, part.block_tables) for part in work]
-        self._plane.begin(self._number, sub_batches, host_blocks_used)
+        self._plane.begin(self._number, sub_batches, host_blocks_used, trace)
 
     def submit(self, slot: int, q: Tensor, kv: Tensor) -> None:
         """Hands over q [n, num_q_heads, head_dim] and kv [n, 2, num_kv_heads, head_dim] of this slot's next layer.

@@ -1,0 +1,115 @@
+"""Notes what the executor's thread does when, for plans that ask for a trace.
+
+Steps follow one another on that thread, so each starts where the one before ended: one reading of the clock a step.
+On cuda these are times of launches; times of execution need events on the stream.
+"""
+
+import time
+from array import array
+from collections.abc import Sequence
+
+from gpu_svc.batch import Batch
+from svc_common.plan import IterationPlan
+from svc_common.trace import IterationTrace, TracedSubBatch, TraceEvents, TraceKind
+
+_MAX_EVENTS_PER_LAYER = 2 * 6  # Two sub-batches, six kinds.
+_MAX_EVENTS_BESIDE = 16
+
+
+class NullRecorder:
+    """For plans that ask for none."""
+
+    is_on = False
+
+    def mark(self, kind: TraceKind, layer: int = -1, sub_batch: int = -1) -> None:
+        """Ends a step."""
+
+    def describe(self, batches: Sequence[Batch], cpu_order: Sequence[int]) -> None:
+        """Sub-batches with work, and in which order the CPU gets those that have some for it."""
+
+    def take_cpu_times(self, times_ns: Sequence[int]) -> None:
+        """As in the plane's Report."""
+
+
+NO_RECORDER = NullRecorder()
+
+
+class Recorder(NullRecorder):
+    """One iteration at a time; the memory is kept."""
+
+    is_on = True
+
+    def __init__(self, num_layers: int) -> None:
+        capacity = _MAX_EVENTS_PER_LAYER * num_layers + _MAX_EVENTS_BESIDE
+        self._kinds, self._layers, self._sub_batches = (array("i", bytes(4 * capacity)) for _ in range(3))
+        self._ends_ns = array("q", bytes(8 * capacity))
+        self._num_events = 0
+        self._start_ns = 0
+        self._batches: Sequence[Batch] = ()
+        self._cpu_order: Sequence[int] = ()
+        self._cpu_times_ns: Sequence[int] = ()
+
+    def begin(self, start_ns: int) -> None:
+        """Forgets the iteration before."""
+        self._num_events = 0
+        self._start_ns = start_ns
+        self._batches = self._cpu_order = self._cpu_times_ns = ()
+
+    def mark(self, kind: TraceKind, layer: int = -1, sub_batch: int = -1) -> None:
+        i = self._num_events
+        self._ends_ns[i] = time.perf_counter_ns()
+        self._kinds[i] = kind
+        self._layers[i] = layer
+        self._sub_batches[i] = sub_batch
+        self._num_events = i + 1
+
+    def describe(self, batches: Sequence[Batch], cpu_order: Sequence[int]) -> None:
+        self._batches, self._cpu_order = batches, cpu_order
+
+    def take_cpu_times(self, times_ns: Sequence[int]) -> None:
+        self._cpu_times_ns = times_ns
+
+    def trace(self, plan: IterationPlan, end_ns: int) -> IterationTrace:
+        """What was noted since `begin`."""
+        num, start_ns = self._num_events, self._start_ns
+        ends = [end_ns - start_ns for end_ns in self._ends_ns[:num]]
+        starts = [0, *ends[:-1]]
+        return IterationTrace(
+            epoch=plan.epoch,
+            iteration=plan.iteration,
+            mode=plan.mode,
+            start_ns=start_ns,
+            duration_ns=end_ns - start_ns,
+            sub_batches=tuple(map(_describe, self._batches)),
+            gpu=TraceEvents(
+                tuple(self._kinds[:num]),
+                tuple(self._layers[:num]),
+                tuple(self._sub_batches[:num]),
+                tuple(starts[:num]),
+                tuple(end - start for start, end in zip(starts, ends, strict=False)),
+            ),
+            cpu=self._cpu_events(),
+        )
+
+    def _cpu_events(self) -> TraceEvents:
+        """Two of each triple of times: waiting, then attending."""
+        times, order = self._cpu_times_ns, self._cpu_order
+        num = len(times) // 3
+        begun, submitted, attended = times[0::3], times[1::3], times[2::3]
+        return TraceEvents(
+            (TraceKind.CPU_WAIT, TraceKind.CPU_ATTEND) * num,
+            tuple(i // 2 // len(order) for i in range(2 * num)),
+            tuple(order[i // 2 % len(order)] for i in range(2 * num)),
+            tuple(t - self._start_ns for pair in zip(begun, submitted, strict=True) for t in pair),
+            tuple(d for b, s, a in zip(begun, submitted, attended, strict=True) for d in (s - b, a - s)),
+        )
+
+
+def _describe(batch: Batch) -> TracedSubBatch:
+    return TracedSubBatch(
+        index=batch.cpu_work.slot,
+        prefill_tokens=sum(chunk.rows.stop - chunk.rows.start for chunk in batch.chunks),
+        gpu_decodes=batch.gpu_decode_rows.stop - batch.gpu_decode_rows.start,
+        cpu_decodes=len(batch.cpu_work),
+        cpu_context_tokens=batch.cpu_attended_tokens,
+    )
