@@ -52,7 +52,7 @@ def trace(
         _check_writable(png, "--png")
     limit_s = seconds or (_DEFAULT_S if iterations is None else _LONGEST_S)
     with _server(address) as server:
-        how_long = f"{iterations} iterations" if iterations is not None else f"{limit_s:g} s"
+        how_long = f"{limit_s:g} s" if iterations is None else f"at most {limit_s:g} s, {iterations} iterations,"
         err.print(f"recording {how_long} at {server}", markup=False)
         traces = record(server, limit_s, iterations)
     if not traces:
@@ -85,7 +85,7 @@ def _server(address: str | None) -> Iterator[str]:
     if address is not None:
         yield address
         return
-    with Client() as client:
+    with Client(DEFAULT_ADDRESS) as client:
         if client.is_ready():
             yield DEFAULT_ADDRESS
             return
