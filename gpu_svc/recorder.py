@@ -8,6 +8,8 @@ import time
 from array import array
 from collections.abc import Sequence
 
+import numpy as np
+
 from gpu_svc.batch import Batch
 from svc_common.plan import IterationPlan
 from svc_common.trace import IterationTrace, TracedSubBatch, TraceEvents, TraceKind
@@ -72,8 +74,7 @@ class Recorder(NullRecorder):
     def trace(self, plan: IterationPlan, end_ns: int) -> IterationTrace:
         """What was noted since `begin`."""
         num, start_ns = self._num_events, self._start_ns
-        ends = [end_ns - start_ns for end_ns in self._ends_ns[:num]]
-        starts = [0, *ends[:-1]]
+        offsets = np.concatenate([[0], np.frombuffer(self._ends_ns, np.int64, num) - start_ns])
         return IterationTrace(
             epoch=plan.epoch,
             iteration=plan.iteration,
@@ -85,23 +86,23 @@ class Recorder(NullRecorder):
                 tuple(self._kinds[:num]),
                 tuple(self._layers[:num]),
                 tuple(self._sub_batches[:num]),
-                tuple(starts[:num]),
-                tuple(end - start for start, end in zip(starts, ends, strict=False)),
+                tuple(offsets[:-1].tolist()),
+                tuple(np.diff(offsets).tolist()),
             ),
             cpu=self._cpu_events(),
         )
 
     def _cpu_events(self) -> TraceEvents:
         """Two of each triple of times: waiting, then attending."""
-        times, order = self._cpu_times_ns, self._cpu_order
-        num = len(times) // 3
-        begun, submitted, attended = times[0::3], times[1::3], times[2::3]
+        times = np.array(self._cpu_times_ns, np.int64).reshape(-1, 3) - self._start_ns
+        order, num = np.array(self._cpu_order, np.int64), len(times)
+        num_layers = num // max(1, len(order))
         return TraceEvents(
             (TraceKind.CPU_WAIT, TraceKind.CPU_ATTEND) * num,
-            tuple(i // 2 // len(order) for i in range(2 * num)),
-            tuple(order[i // 2 % len(order)] for i in range(2 * num)),
-            tuple(t - self._start_ns for pair in zip(begun, submitted, strict=True) for t in pair),
-            tuple(d for b, s, a in zip(begun, submitted, attended, strict=True) for d in (s - b, a - s)),
+            tuple(np.arange(num_layers).repeat(2 * len(order)).tolist()),
+            tuple(np.tile(order.repeat(2), num_layers).tolist()),
+            tuple(times[:, :2].reshape(-1).tolist()),
+            tuple(np.diff(times, axis=1).reshape(-1).tolist()),
         )
 
 

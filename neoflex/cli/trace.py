@@ -21,14 +21,16 @@ from neoflex.supervisor import LocalStack
 from neoflex.trace.chrome import to_chrome
 from neoflex.trace.record import record
 from neoflex.trace.summary import IterationTimes, Summary, summarize, times_of
-from neoflex.types import Message
 
 _DEFAULT_S = 2.0
 _LONGEST_S = 60.0
 """For a number of iterations, from a server that turns out to have none."""
-_LOAD_REQUESTS = 16
-_LOAD_TOKENS = 512
-_WARM_ITERATIONS = 20
+_LOAD_REQUESTS = 12
+_LOAD_PROMPT = "Go on with this story. " + 40 * "The keeper lit the lamp and looked out at the sea. "
+"""Some 500 tokens, so that attention has something to do."""
+_LOAD_TOKENS = 256
+_WARM_TOKENS = 10
+"""Of each request, before the recording begins."""
 _POLL_S = 0.1
 
 _ADDRESS = typer.Option(
@@ -109,7 +111,7 @@ def _load(address: str) -> Iterator[None]:
     with ThreadPoolExecutor(_LOAD_REQUESTS) as pool, Client(address) as client:
         requests = [pool.submit(_ask, client, request_id, stop) for request_id in ids]
         try:
-            while client.server_info().counters.asymmetric_iterations < _WARM_ITERATIONS:
+            while client.server_info().counters.generated_tokens < _LOAD_REQUESTS * _WARM_TOKENS:
                 _raise_failed(requests)
                 time.sleep(_POLL_S)
             yield
@@ -121,9 +123,8 @@ def _load(address: str) -> Iterator[None]:
 
 
 def _ask(client: Client, request_id: str, stop: threading.Event) -> None:
-    messages = [Message("user", f"Tell me a long story about a lighthouse, {request_id}.")]
     while not stop.is_set():
-        client.generate(messages=messages, request_id=request_id, max_tokens=_LOAD_TOKENS, ignore_eos=True)
+        client.generate(_LOAD_PROMPT, request_id=request_id, max_tokens=_LOAD_TOKENS, ignore_eos=True)
 
 
 def _raise_failed(requests: list[Future[None]]) -> None:

@@ -116,16 +116,17 @@ def _draw_layers(axes: Axes, trace: IterationTrace) -> None:
 
 def _bar(axes: Axes, lane: float, event: TraceEvent, base_ns: int) -> None:
     kind = _CLASSES.get(event.kind, _BESIDE)
-    hatch = "////" if kind == _BUBBLE else None
+    bubble = kind == _BUBBLE
     axes.barh(
         lane,
         event.duration_ns / 1e6,
         left=(event.start_ns - base_ns) / 1e6,
         height=_LANE_HEIGHT,
         color=_colour(kind, event.sub_batch),
-        edgecolor="#c9c9c9" if kind == _BUBBLE else "white",
-        hatch=hatch,
-        linewidth=0.0 if kind == _BUBBLE else 0.3,
+        edgecolor="#c9c9c9" if bubble else None,
+        hatch="////" if bubble else None,
+        linewidth=0.0,
+        zorder=1 if bubble else 2,  # Hatches reach over their edges.
     )
 
 
