@@ -1,12 +1,15 @@
 """Traces of the real services: every layer of both sub-batches, in the order in which alone it can have been."""
 
 import json
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
 from neoflex import Client
+from neoflex.cli import trace as command
 from neoflex.trace.chrome import to_chrome
 from neoflex.trace.record import record
 from neoflex.trace.summary import summarize
@@ -68,3 +71,20 @@ def assert_lanes(document: dict) -> None:
     assert len(lanes) == 3
     for lane in lanes.values():
         assert all(before[1] <= after[0] + 1e-6 for before, after in pairwise(sorted(lane)))
+
+
+def test_a_stack_of_its_own(tmp_path, monkeypatch, capsys):
+    """Where nobody listens: under load, on both processors, and nothing is left."""
+    before = set(Path("/dev/shm").glob("demo-of-neoflex-*"))
+    monkeypatch.setattr(command, "DEFAULT_ADDRESS", f"unix:{tmp_path / 'nobody'}")
+    terminate = signal.getsignal(signal.SIGTERM)
+    output = tmp_path / "trace.json"
+    command.trace(address=None, seconds=None, iterations=6, output=output, png=None)
+    signal.signal(signal.SIGTERM, terminate)
+    events = json.loads(output.read_text())["traceEvents"]
+    iterations = [event["args"] for event in events if "sub_batches" in event.get("args", {})]
+    assert len(iterations) == 6
+    assert all(sum(batch["cpu_decodes"] for batch in args["sub_batches"]) > 0 for args in iterations)
+    table = capsys.readouterr().out
+    assert "cpu_attn_svc busy" in table
+    assert set(Path("/dev/shm").glob("demo-of-neoflex-*")) <= before
