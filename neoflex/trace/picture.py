@@ -143,7 +143,7 @@ def _label(axes: Axes, lane: float, event: TraceEvent, start_ns: int, end_ns: in
     left_ns, right_ns = max(event.start_ns, start_ns), min(event.end_ns, end_ns)
     share = (right_ns - left_ns) / (end_ns - start_ns)
     text = _LABELS.get(event.kind, "")
-    if share < 0.012 + 0.0016 * len(text) or not text:
+    if share < 0.010 + 0.0028 * len(text) or not text:
         return
     kind = _CLASSES[event.kind]
     number = "" if kind == _BUBBLE else f"\n{event.layer}"

@@ -101,6 +101,11 @@ class Summary:
     """The iteration of median duration."""
     slowest: IterationTrace
 
+    @property
+    def neither_busy_share(self) -> float:
+        """Hops that hold both sides up, and what the executor idles."""
+        return 1 - self.gpu_busy_share - self.cpu_busy_share + self.both_busy_share
+
 
 def summarize(traces: Sequence[IterationTrace]) -> Summary:
     """Of at least one iteration, in the order they ran."""

@@ -54,6 +54,7 @@ class TestSummary:
         assert summary.cpu_busy_share == pytest.approx(4 * 39 / 550)
         assert summary.cpu_bubble_share == pytest.approx(4 * 20 / 550)
         assert summary.both_busy_share == pytest.approx(4 * 22 / 550)
+        assert summary.neither_busy_share == pytest.approx((50 + 4 * (100 - 77 - 39 + 22)) / 550)
         assert summary.hop_p50_ns == (8 + 12) / 2  # Of 4, 8, 12, 24.
         assert summary.hop_share == pytest.approx(48 / 550)
         assert summary.slowest.iteration == 4
