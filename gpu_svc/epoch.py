@@ -106,7 +106,7 @@ class Epoch:
             self.host.begin(cpu_work, host_blocks_used, recorder.is_on)
             self._announced_host_blocks = host_blocks_used
         recorder.describe(batches, [work.slot for work in cpu_work])
-        stages = [Stage(batch, self._decoder, self.cache, self.host, recorder) for batch in batches]
+        stages = [recorder.stage(batch, self._decoder, self.cache, self.host) for batch in batches]
         recorder.mark(TraceKind.BOOKKEEPING)
         if stages:
             second = stages[1] if len(stages) == 2 else None

@@ -17,29 +17,13 @@ from gpu_svc.batch import Batch
 from gpu_svc.host_tier import HostTier
 from gpu_svc.kv_cache import GpuKvCache
 from gpu_svc.model.decoder import Decoder
-from gpu_svc.recorder import NullRecorder
-from svc_common.trace import TraceKind
-
-# Looked up here, as an enum's attribute costs more than a mark that is not recorded.
-_PRE_ATTENTION, _SUBMIT, _WAIT, _POST_ATTENTION, _ATTEND_PREFILLS, _ATTEND_DECODES = (
-    TraceKind.PRE_ATTENTION,
-    TraceKind.SUBMIT,
-    TraceKind.WAIT,
-    TraceKind.POST_ATTENTION,
-    TraceKind.ATTEND_PREFILLS,
-    TraceKind.ATTEND_DECODES,
-)
 
 
 class Stage:
     """One sub-batch on its way through the layers. Methods are called in the order in which they stand here."""
 
-    def __init__(
-        self, batch: Batch, decoder: Decoder, cache: GpuKvCache, host: HostTier | None, recorder: NullRecorder
-    ) -> None:
+    def __init__(self, batch: Batch, decoder: Decoder, cache: GpuKvCache, host: HostTier | None) -> None:
         self.batch = batch
-        self._layer = 0
-        self._mark = recorder.mark
         self._decoder = decoder
         self._cache = cache
         self._host = host
@@ -53,11 +37,10 @@ class Stage:
 
     def pre_attention(self, layer: int) -> None:
         """Computes q, k and v, and stores k and v of tokens whose sequence is on the GPU."""
-        batch, self._layer = self.batch, layer
+        batch = self.batch
         self._q, self._kv = self._decoder.pre_attention(layer, self.hidden, self._rotary)
         if len(batch.gpu_kv_rows):
             self._cache.write(layer, batch.gpu_kv_rows, self._kv[batch.gpu_kv_tokens])
-        self._mark(_PRE_ATTENTION, layer, batch.cpu_work.slot)
 
     def submit(self) -> None:
         """Hands the CPU its decodes; it stores their k and v itself."""
@@ -65,7 +48,6 @@ class Stage:
         if self._host and len(batch.cpu_work):
             rows = batch.cpu_decode_rows
             self._host.submit(batch.cpu_work.slot, self._q[rows], self._kv[rows])
-            self._mark(_SUBMIT, self._layer, batch.cpu_work.slot)
 
     def attend_prefills(self, layer: int) -> None:
         """Chunks of host sequences leave their K and V in the host pool, layer by layer, none on the GPU."""
@@ -80,26 +62,21 @@ class Stage:
             # Rounded to the KV type like the past, so that cutting a prompt elsewhere changes nothing.
             own = self._kv[chunk.rows].permute(1, 2, 0, 3).to(past.dtype)
             chunk.attention.run_dense(q, torch.cat([past, own], dim=2), out)
-        if self.batch.chunks:
-            self._mark(_ATTEND_PREFILLS, layer, self.batch.cpu_work.slot)
 
     def attend_decodes(self, layer: int) -> None:
         batch = self.batch
         if batch.gpu_decode is not None:
             rows = batch.gpu_decode_rows
             batch.gpu_decode.run(self._q[rows], self._cache.blocks[layer], self._attended[rows])
-            self._mark(_ATTEND_DECODES, layer, batch.cpu_work.slot)
 
     def wait(self) -> None:
         """Until the CPU has attended what was submitted last."""
         batch = self.batch
         if self._host and len(batch.cpu_work):
             self._host.wait(batch.cpu_work.slot, self._attended[batch.cpu_decode_rows])
-            self._mark(_WAIT, self._layer, batch.cpu_work.slot)
 
     def post_attention(self, layer: int) -> None:
         self.hidden = self._decoder.post_attention(layer, self._attended, self.hidden)
-        self._mark(_POST_ATTENTION, layer, self.batch.cpu_work.slot)
 
 
 def run_layers(first: Stage, second: Stage | None, num_layers: int) -> None:

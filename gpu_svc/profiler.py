@@ -22,7 +22,6 @@ from gpu_svc.kv_cache import GpuKvCache, copy_blocks
 from gpu_svc.limits import Int32Array, Limits
 from gpu_svc.model.decoder import Decoder
 from gpu_svc.pipeline import Stage
-from gpu_svc.recorder import NO_RECORDER
 from gpu_svc.sampling import SamplingRows, sample
 from gpu_svc.sequences import SequenceTable
 from svc_common.plan import IterationPlan, Mode, NewSequence, SubBatch, Tier
@@ -202,7 +201,7 @@ class Profiler:
         def run() -> None:
             table.apply(plan)
             table.check_work(plan)
-            Stage(builder.build(work, 0), self.decoder, self.cache, None, NO_RECORDER)
+            Stage(builder.build(work, 0), self.decoder, self.cache, None)
 
         return self._least_s(run)
 

@@ -11,6 +11,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from gpu_svc.batch import Batch
+from gpu_svc.host_tier import HostTier
+from gpu_svc.kv_cache import GpuKvCache
+from gpu_svc.model.decoder import Decoder
+from gpu_svc.pipeline import Stage
 from svc_common.plan import IterationPlan
 from svc_common.trace import IterationTrace, TracedSubBatch, TraceEvents, TraceKind
 
@@ -25,6 +29,9 @@ class NullRecorder:
 
     def mark(self, kind: TraceKind, layer: int = -1, sub_batch: int = -1) -> None:
         """Ends a step."""
+
+    def stage(self, batch: Batch, decoder: Decoder, cache: GpuKvCache, host: HostTier | None) -> Stage:
+        return Stage(batch, decoder, cache, host)
 
     def describe(self, batches: Sequence[Batch], cpu_order: Sequence[int]) -> None:
         """Sub-batches with work, and in which order the CPU gets those that have some for it."""
@@ -65,6 +72,10 @@ class Recorder(NullRecorder):
         self._sub_batches[i] = sub_batch
         self._num_events = i + 1
 
+    def stage(self, batch: Batch, decoder: Decoder, cache: GpuKvCache, host: HostTier | None) -> Stage:
+        """That marks each of its steps."""
+        return _RecordedStage(self, batch, decoder, cache, host)
+
     def describe(self, batches: Sequence[Batch], cpu_order: Sequence[int]) -> None:
         self._batches, self._cpu_order = batches, cpu_order
 
@@ -104,6 +115,50 @@ class Recorder(NullRecorder):
             tuple(times[:, :2].reshape(-1).tolist()),
             tuple(np.diff(times, axis=1).reshape(-1).tolist()),
         )
+
+
+class _RecordedStage(Stage):
+    """Marks what it did; where there was nothing to do, no mark."""
+
+    def __init__(
+        self, recorder: Recorder, batch: Batch, decoder: Decoder, cache: GpuKvCache, host: HostTier | None
+    ) -> None:
+        super().__init__(batch, decoder, cache, host)
+        self._recorder = recorder
+        self._index = batch.cpu_work.slot
+        self._layer = 0
+
+    def _mark(self, kind: TraceKind) -> None:
+        self._recorder.mark(kind, self._layer, self._index)
+
+    def pre_attention(self, layer: int) -> None:
+        super().pre_attention(layer)
+        self._layer = layer
+        self._mark(TraceKind.PRE_ATTENTION)
+
+    def submit(self) -> None:
+        super().submit()
+        if len(self.batch.cpu_work):
+            self._mark(TraceKind.SUBMIT)
+
+    def attend_prefills(self, layer: int) -> None:
+        super().attend_prefills(layer)
+        if self.batch.chunks:
+            self._mark(TraceKind.ATTEND_PREFILLS)
+
+    def attend_decodes(self, layer: int) -> None:
+        super().attend_decodes(layer)
+        if self.batch.gpu_decode is not None:
+            self._mark(TraceKind.ATTEND_DECODES)
+
+    def wait(self) -> None:
+        super().wait()
+        if len(self.batch.cpu_work):
+            self._mark(TraceKind.WAIT)
+
+    def post_attention(self, layer: int) -> None:
+        super().post_attention(layer)
+        self._mark(TraceKind.POST_ATTENTION)
 
 
 def _describe(batch: Batch) -> TracedSubBatch:
