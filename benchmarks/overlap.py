@@ -28,8 +28,9 @@ from gpu_svc.__main__ import make_executor
 from gpu_svc.cpu_attention_client import CpuAttentionUnavailableError, attach_host_tier, region_shape
 from gpu_svc.executor import Executor
 from gpu_svc.limits import Limits
-from neoflex.trace.summary import times_of
-from svc_common.config import Config, parse
+from neoflex.trace.picture import draw
+from neoflex.trace.summary import summarize, times_of
+from svc_common.config import parse
 from svc_common.plan import IterationPlan, Mode, NewSequence, SubBatch, Tier
 from svc_common.trace import IterationTrace, TraceEvent, TraceKind
 
@@ -44,7 +45,7 @@ ABOUT = (
     "the time its process works, its waits for the other excluded; balanced, they last equally long over the layers. "
     "*Iteration*: start to end, with what comes before and after the layers, beside which the CPU has nothing to do. "
     "*Layer*: from one layer to the next. Bubbles: the rest of each side, GPU then CPU. Medians over iterations and "
-    "over all their layers."
+    "over all their layers.\n\n![Some iterations, and three layers of one](performance/overlap.png)"
 )
 
 
@@ -137,8 +138,8 @@ class Rig:
 
 
 @contextmanager
-def cpu_attention(config: Config, path: Path, core: int) -> Iterator[None]:
-    """cpu_attn_svc on one core of its own."""
+def cpu_attention(path: Path, core: int) -> Iterator[None]:
+    """cpu_attn_svc with the configuration at `path`, on one core."""
     own = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {core})  # Inherited.
     service = subprocess.Popen([sys.executable, "-m", "cpu_attn_svc", "--config", str(path)], stderr=subprocess.DEVNULL)
@@ -187,37 +188,53 @@ def row(
     )
 
 
+def two_cores() -> tuple[int, int]:
+    """Of those this process may use, not two threads of one core where it can be avoided."""
+    first, *others = sorted(os.sched_getaffinity(0))
+    if not others:
+        raise SystemExit("two cores are needed, one for each side")
+    siblings = Path(f"/sys/devices/system/cpu/cpu{first}/topology/thread_siblings_list")
+    shared = siblings.read_text().strip().replace("-", ",").split(",") if siblings.exists() else []
+    return first, next((core for core in others if str(core) not in shared), others[0])
+
+
+def measure(
+    executor: Executor, address: str, all_sequences: Sequence[int], num_iterations: int
+) -> tuple[list[results.Row], list[IterationTrace]]:
+    """Rows of all numbers of sequences, and the iterations of the last."""
+    rows = []
+    traces: list[IterationTrace] = []
+    for number, num_sequences in enumerate(all_sequences, start=1):
+        open_epoch(executor, address, number, num_sequences)
+        rig = Rig(executor, num_sequences)
+        context_tokens = rig.balance()
+        traces = rig.run(context_tokens, WARM_UP + num_iterations)[WARM_UP:]
+        for what, sides_of, target in (("iteration", of_iteration, TARGET), ("layer", of_layers, None)):
+            sides = [side for trace in traces for side in sides_of(trace)]
+            rows.append(row(num_sequences, context_tokens, what, sides, target))
+    executor.close_epoch()
+    return rows, traces
+
+
 def main() -> None:
     parser = results.arguments("Pipelined iteration time over the longer side's.")
     parser.add_argument("--sequences", type=lambda text: [int(n) for n in text.split(",")], default=[8, 16])
     parser.add_argument("--iterations", type=int, default=30)
     parser.add_argument("--dtype", default="auto", choices=("auto", "fp32", "bf16", "fp16"))
     args = parser.parse_args()
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < 2:
-        raise SystemExit("two cores are needed, one for each side")
-    rows = []
+    gpu_core, cpu_core = two_cores()
     with tempfile.TemporaryDirectory(prefix="nfx-") as directory:
         path, address = Path(directory) / "config.toml", f"unix:{directory}/cpu.sock"
         path.write_text(f'[cpu_attn]\nlisten = "{address}"\nkv_bytes = {POOL_BYTES}\nnum_threads = 1\n')
-        config = parse(
-            {"gpu": {"device": "cpu", "dtype": args.dtype, "kv_bytes": "1MiB", "num_threads": 1}}, "benchmark"
-        )
-        with cpu_attention(config, path, cores[1]):
-            os.sched_setaffinity(0, {cores[0]})
+        gpu = {"device": "cpu", "dtype": args.dtype, "kv_bytes": "1MiB", "num_threads": 1}
+        with cpu_attention(path, cpu_core):
+            os.sched_setaffinity(0, {gpu_core})
             torch.set_num_threads(1)
-            executor = make_executor(config)
-            for number, num_sequences in enumerate(args.sequences, start=1):
-                open_epoch(executor, address, number, num_sequences)
-                rig = Rig(executor, num_sequences)
-                context_tokens = rig.balance()
-                traces = rig.run(context_tokens, WARM_UP + args.iterations)[WARM_UP:]
-                for what, sides_of, target in (("iteration", of_iteration, TARGET), ("layer", of_layers, None)):
-                    sides = [side for trace in traces for side in sides_of(trace)]
-                    rows.append(row(num_sequences, context_tokens, what, sides, target))
-                del rig
-            executor.close_epoch()
+            executor = make_executor(parse({"gpu": gpu}, "benchmark"))
+            rows, traces = measure(executor, address, args.sequences, args.iterations)
     results.publish("overlap", "Overlap", "make bench-overlap", ABOUT, rows, args.publish)
+    if args.publish:
+        draw(traces, summarize(traces), results.RESULTS / "overlap.png")
 
 
 if __name__ == "__main__":
