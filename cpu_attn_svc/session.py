@@ -108,10 +108,11 @@ class RegionSession:
             for submitted in descriptor.sub_batches
         ]
         try:
-            compute_ns, wait_ns = worker.run(sub_batches)
+            compute_ns, wait_ns, times_ns = worker.run(sub_batches, descriptor.trace)
         except PlaneError as error:
             return failed(WorkError.INVALID_DESCRIPTOR, str(error))
         except _attention.InterruptedIterationError as error:
             return failed(WorkError.INTERRUPTED, str(error))
         self.iterations += 1
-        return WorkReport(self.epoch, Report(descriptor.iteration, compute_ns, wait_ns), self.iterations)
+        report = Report(descriptor.iteration, compute_ns, wait_ns, tuple(times_ns))
+        return WorkReport(self.epoch, report, self.iterations)

@@ -32,7 +32,7 @@ def main() -> None:
     configure_logging("gpu_svc")
     torch.set_num_threads(_num_threads(config))
     try:
-        executor = _make_executor(config)
+        executor = make_executor(config)
     except (ConfigError, ModelNotFoundError, UnsupportedModelError, CheckpointError, DeviceUnavailableError) as error:
         logger.error("%s", error)
         sys.exit(1)
@@ -77,7 +77,7 @@ def _memory_bytes(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else usable_memory_bytes()
 
 
-def _make_executor(config: Config) -> Executor:
+def make_executor(config: Config) -> Executor:
     device = _device(config)
     files = resolve(config.model.source)
     spec, checkpoint = open_model(files)

@@ -13,10 +13,12 @@ from gpu_svc.limits import InvalidPlanError, Limits
 from gpu_svc.model.decoder import Decoder
 from gpu_svc.pipeline import Stage, outputs, run_layers
 from gpu_svc.profiler import Profiler
+from gpu_svc.recorder import NullRecorder
 from gpu_svc.sampling import sample
 from gpu_svc.sequences import BlockMoves, Moves, SequenceTable
 from svc_common.plan import IterationPlan, IterationResult, Timings, TokenLogprobs
 from svc_common.tensor_plane import PeerLostError
+from svc_common.trace import TraceKind
 
 
 class Epoch:
@@ -42,10 +44,11 @@ class Epoch:
         """Measures on this epoch's caches; before the first plan only, as it writes into blocks."""
         return Profiler(self._limits, self._decoder, self.cache, self.host, self._backend)
 
-    def run(self, plan: IterationPlan) -> IterationResult:
+    def run(self, plan: IterationPlan, recorder: NullRecorder) -> IterationResult:
         """Raises InvalidPlanError before anything is computed, PlaneError when the host tier is lost.
 
-        Timings lack what only the caller knows: total and idle time.
+        Timings lack what only the caller knows: total and idle time. So does the result its trace, which the caller
+        takes from `recorder`.
         """
         if plan.iteration != self.last_iteration + 1:
             raise InvalidPlanError(f"iteration {plan.iteration} follows {self.last_iteration}")
@@ -53,18 +56,21 @@ class Epoch:
             raise PeerLostError("the CPU attention service is gone")
         moves = self.table.apply(plan)
         self.table.check_work(plan)
+        recorder.mark(TraceKind.BOOKKEEPING)
         swap_ns = self._swap(moves)
+        recorder.mark(TraceKind.SWAP)
         batches = [
             self._builder.build(sub_batch, index)
             for index, sub_batch in enumerate(plan.sub_batches)
             if sub_batch.num_tokens
         ]
         waited_before_ns = self.host.wait_ns if self.host else 0
-        stages, cpu_attention_ns = self._run_layers(batches, plan.host_blocks_used)
+        stages, cpu_attention_ns = self._run_layers(batches, plan.host_blocks_used, recorder)
         cpu_wait_ns = self.host.wait_ns - waited_before_ns if self.host else 0
         for sub_batch in plan.sub_batches:
             self.table.advance(sub_batch)
         tokens, logprobs, head_ns = self._sample(stages)
+        recorder.mark(TraceKind.HEAD)
         self.last_iteration = plan.iteration
         block_bytes, token_bytes = self.cache.shape.block_bytes, self.cache.shape.token_bytes
         return IterationResult(
@@ -90,19 +96,27 @@ class Epoch:
             _copy(self.host.blocks, self.cache.blocks, moves.to_gpu)
         return time.perf_counter_ns() - start_ns
 
-    def _run_layers(self, batches: list[Batch], host_blocks_used: int) -> tuple[list[Stage], int]:
+    def _run_layers(
+        self, batches: list[Batch], host_blocks_used: int, recorder: NullRecorder
+    ) -> tuple[list[Stage], int]:
         """The sub-batches after the last layer, and nanoseconds the CPU attention service computed."""
         # Sub-batch 1 is submitted first in each layer, see pipeline.py.
         cpu_work = [batch.cpu_work for batch in reversed(batches) if len(batch.cpu_work)]
         if self.host is not None and (cpu_work or host_blocks_used != self._announced_host_blocks):
-            self.host.begin(cpu_work, host_blocks_used)
+            self.host.begin(cpu_work, host_blocks_used, recorder.is_on)
             self._announced_host_blocks = host_blocks_used
-        stages = [Stage(batch, self._decoder, self.cache, self.host) for batch in batches]
+        recorder.describe(batches, [work.slot for work in cpu_work])
+        stages = [recorder.stage(batch, self._decoder, self.cache, self.host) for batch in batches]
+        recorder.mark(TraceKind.BOOKKEEPING)
         if stages:
             second = stages[1] if len(stages) == 2 else None
             run_layers(stages[0], second, self._decoder.spec.num_layers)
-        cpu_attention_ns = self.host.finish().compute_ns if self.host is not None and cpu_work else 0
-        return stages, cpu_attention_ns
+        if self.host is None or not cpu_work:
+            return stages, 0
+        report = self.host.finish()
+        recorder.take_cpu_times(report.times_ns)
+        recorder.mark(TraceKind.REPORT)
+        return stages, report.compute_ns
 
     def _sample(self, stages: list[Stage]) -> tuple[tuple[tuple[int, int], ...], dict[int, TokenLogprobs], int]:
         """Tokens by sequence id, log-probabilities, and nanoseconds of head and sampling."""

@@ -12,8 +12,10 @@ from gpu_svc.kv_cache import GpuKvCache, KvShape
 from gpu_svc.limits import InvalidPlanError, Limits
 from gpu_svc.model.decoder import Decoder
 from gpu_svc.profiler import Tables
+from gpu_svc.recorder import NO_RECORDER, Recorder
 from svc_common.plan import ExecutionError, IterationPlan, IterationResult, Tier
 from svc_common.tensor_plane import PlaneError
+from svc_common.trace import TraceKind
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +49,7 @@ class Executor:
         self._gpu_kv_cap_bytes = gpu_kv_bytes
         self._epoch: Epoch | None = None
         self._last_end_ns = 0
+        self._recorder = Recorder(decoder.spec.num_layers)
 
     @property
     def num_gpu_blocks(self) -> int:
@@ -82,8 +85,10 @@ class Executor:
         epoch = self._epoch
         if epoch is None or plan.epoch != epoch.number:
             return _failure(plan.epoch, plan.iteration, ExecutionError.STALE, f"epoch {plan.epoch} is not open")
+        if plan.trace:
+            self._recorder.begin(start_ns)
         try:
-            result = epoch.run(plan)
+            result = epoch.run(plan, self._recorder if plan.trace else NO_RECORDER)
         except InvalidPlanError as error:
             return self.fail(plan.epoch, plan.iteration, ExecutionError.INVALID_PLAN, str(error))
         except PlaneError as error:
@@ -91,9 +96,15 @@ class Executor:
         except Exception as error:
             logger.exception("iteration %d failed", plan.iteration)
             return self.fail(plan.epoch, plan.iteration, ExecutionError.DEVICE, f"{type(error).__name__}: {error}")
+        if plan.trace:
+            self._recorder.mark(TraceKind.BOOKKEEPING)
         end_ns = time.perf_counter_ns()
         idle_ns, self._last_end_ns = start_ns - self._last_end_ns, end_ns
-        return replace(result, timings=replace(result.timings, total_ns=end_ns - start_ns, idle_ns=idle_ns))
+        return replace(
+            result,
+            timings=replace(result.timings, total_ns=end_ns - start_ns, idle_ns=idle_ns),
+            trace=self._recorder.trace(plan, end_ns) if plan.trace else None,
+        )
 
     def fail(self, epoch: int, iteration: int, kind: ExecutionError, message: str) -> IterationResult:
         """Ends the epoch; closing the plane also ends what the CPU attention service still waits for."""

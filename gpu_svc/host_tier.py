@@ -51,11 +51,11 @@ class HostTier:
         """Spent in `wait` and `finish` so far."""
         return self._plane.wait_ns + self._finish_ns
 
-    def begin(self, work: Sequence[CpuWork], host_blocks_used: int) -> None:
+    def begin(self, work: Sequence[CpuWork], host_blocks_used: int, trace: bool = False) -> None:
         """Describes an iteration: its CPU decodes in the order in which each layer submits them."""
         self._number += 1
         sub_batches = [CpuSubBatch(part.slot, part.context_tokens, part.block_tables) for part in work]
-        self._plane.begin(self._number, sub_batches, host_blocks_used)
+        self._plane.begin(self._number, sub_batches, host_blocks_used, trace)
 
     def submit(self, slot: int, q: Tensor, kv: Tensor, rows: slice) -> None:
         """Hands over rows of q [n, num_q_heads, head_dim] and kv [n, 2, num_kv_heads, head_dim]: the slot's next layer.

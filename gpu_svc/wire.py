@@ -17,6 +17,7 @@ from svc_common.plan import (
     Swap,
     Tier,
 )
+from svc_common.trace_wire import trace_to_message
 
 _MODES = {pb.EXECUTION_MODE_GPU_ONLY: Mode.GPU_ONLY, pb.EXECUTION_MODE_ASYMMETRIC: Mode.ASYMMETRIC}
 _TIERS = {pb.TIER_GPU: Tier.GPU, pb.TIER_HOST: Tier.HOST}
@@ -43,6 +44,7 @@ def plan_from_pb(plan: pb.IterationPlan) -> IterationPlan:
         new_blocks=tuple(NewBlocks(more.sequence_id, tuple(more.blocks)) for more in plan.new_blocks),
         sub_batches=tuple(map(_sub_batch, plan.sub_batches)),
         host_blocks_used=plan.host_blocks_used,
+        trace=plan.trace,
     )
 
 
@@ -109,6 +111,7 @@ def result_to_pb(result: IterationResult) -> pb.IterationResult:
         cpu_attended_tokens=result.cpu_attended_tokens,
         error=_ERRORS[result.error],
         error_message=result.error_message,
+        trace=trace_to_message(result.trace) if result.trace else None,
     )
 
 

@@ -22,6 +22,7 @@ from planner_svc.executor_client import (
     PlanStream,
 )
 from planner_svc.scheduler import Capacity, TokenEvent
+from planner_svc.traces import Traces
 from svc_common.errors import unavailable
 from svc_common.plan import ExecutionError, IterationResult
 
@@ -54,6 +55,7 @@ class ExecutorLoop:
         limits: EpochLimits,
         block_tokens: int,
         make_estimator: Callable[[OperationTables], Estimator],
+        traces: Traces,
     ) -> None:
         """`host` is None where no CPU attention service is configured."""
         self._engine = engine
@@ -62,6 +64,7 @@ class ExecutorLoop:
         self._limits = limits
         self._block_tokens = block_tokens
         self._make_estimator = make_estimator
+        self._traces = traces
         self._tables: OperationTables | None = None
         self._capacity: Capacity | None = None
         self._estimator: Estimator | None = None
@@ -201,9 +204,11 @@ class ExecutorLoop:
                 else:
                     num_in_flight -= 1
                     tokens += self._engine.apply(result)
+                    if result.trace is not None:
+                        self._traces.publish(result.trace)
             # Plan first: the executor must not wait while text is made of tokens.
             while end is None and num_in_flight < PLANS_AHEAD and (plan := self._engine.plan()):
-                await stream.send(plan)
+                await stream.send(replace(plan, trace=True) if self._traces.are_wanted else plan)
                 num_in_flight += 1
             self._engine.deliver(tokens)
             if end is not None:

@@ -3,17 +3,20 @@
 import asyncio
 import contextlib
 
-from neoflex.v1 import inference_pb2, inference_pb2_grpc
+from neoflex.v1 import inference_pb2, inference_pb2_grpc, trace_pb2, trace_pb2_grpc
 from planner_svc.engine import Engine
 from planner_svc.estimator import Estimator, OperationTables, TableEstimator
 from planner_svc.executor_client import EpochLimits, ExecutorClient, HostClient
 from planner_svc.executor_loop import ExecutorLoop
 from planner_svc.servicer import InferenceServicer, ServedModel
+from planner_svc.trace_servicer import TraceServicer
+from planner_svc.traces import Traces
 from svc_common.config import Config
 from svc_common.errors import unavailable
 from svc_common.grpc_server import GrpcServer
 
 SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
+_TRACE_SERVICE_NAME = trace_pb2.DESCRIPTOR.services_by_name["TraceService"].full_name
 _HEALTH_EVERY_S = 0.5
 _CLOSE_S = 1.0
 """For answers that are on their way when the server stops."""
@@ -33,10 +36,14 @@ class PlannerServer:
         def make_estimator(tables: OperationTables) -> Estimator:
             return TableEstimator(tables, model.spec.num_layers)
 
-        self._loop = ExecutorLoop(self._engine, self._executor, self._host, limits, model.block_tokens, make_estimator)
-        self._server = GrpcServer(planner.listen, [SERVICE_NAME])
+        traces = Traces()
+        self._loop = ExecutorLoop(
+            self._engine, self._executor, self._host, limits, model.block_tokens, make_estimator, traces
+        )
+        self._server = GrpcServer(planner.listen, [SERVICE_NAME, _TRACE_SERVICE_NAME])
         servicer = InferenceServicer(model, self._engine, lambda: self._loop.placement)
         self._server.register(inference_pb2_grpc.add_InferenceServiceServicer_to_server, servicer)
+        self._server.register(trace_pb2_grpc.add_TraceServiceServicer_to_server, TraceServicer(traces))
         self._tasks: list[asyncio.Task[None]] = []
 
     @property

@@ -16,6 +16,7 @@ from svc_common.plan import (
     Timings,
     TokenLogprobs,
 )
+from svc_common.trace_wire import trace_from_message
 
 _MODES = {Mode.GPU_ONLY: pb.EXECUTION_MODE_GPU_ONLY, Mode.ASYMMETRIC: pb.EXECUTION_MODE_ASYMMETRIC}
 _TIERS = {Tier.GPU: pb.TIER_GPU, Tier.HOST: pb.TIER_HOST}
@@ -41,6 +42,7 @@ def plan_to_message(plan: IterationPlan) -> pb.IterationPlan:
         new_blocks=[pb.NewBlocks(sequence_id=new.sequence_id, blocks=new.blocks) for new in plan.new_blocks],
         sub_batches=[_sub_batch(batch) for batch in plan.sub_batches],
         host_blocks_used=plan.host_blocks_used,
+        trace=plan.trace,
     )
 
 
@@ -102,6 +104,7 @@ def result_from_message(message: pb.IterationResult) -> IterationResult:
         cpu_attended_tokens=message.cpu_attended_tokens,
         error=_error(message.error),
         error_message=message.error_message,
+        trace=trace_from_message(message.trace) if message.HasField("trace") else None,
     )
 
 

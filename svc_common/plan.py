@@ -6,6 +6,10 @@ in the reach of scheduler or pipeline knows protobuf.
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # It needs Mode.
+    from svc_common.trace import IterationTrace
 
 
 class Mode(Enum):
@@ -94,6 +98,7 @@ class IterationPlan:
     new_blocks: tuple[NewBlocks, ...] = ()
     sub_batches: tuple[SubBatch, ...] = ()
     host_blocks_used: int = 0
+    trace: bool = False
     predicted_s: float = 0.0
     """The estimator's word on how long it takes; stays with the planner."""
 
@@ -140,3 +145,5 @@ class IterationResult:
     cpu_attended_tokens: int = 0
     error: ExecutionError | None = None
     error_message: str = ""
+    trace: "IterationTrace | None" = None
+    """Where the plan asked for it."""

@@ -1,7 +1,6 @@
 // Python's view of the worker: one call per iteration.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -21,13 +20,15 @@ namespace {
 // slot, first_submit, context_tokens, block_tables
 using SubBatchArrays = std::tuple<int, std::uint32_t, Int32Vector, Int32Matrix>;
 
-std::pair<std::uint64_t, std::uint64_t> run_iteration(Worker& worker, const std::vector<SubBatchArrays>& arrays) {
+using Times = std::tuple<std::uint64_t, std::uint64_t, std::vector<std::uint64_t>>;
+
+Times run_iteration(Worker& worker, const std::vector<SubBatchArrays>& arrays, bool trace) {
     std::vector<SubBatch> sub_batches;
     for (const auto& [slot, first_submit, context_tokens, block_tables] : arrays)
         sub_batches.push_back({slot, first_submit, make_batch(context_tokens, block_tables)});
     nb::gil_scoped_release release;
-    const IterationTimes times = worker.run(sub_batches);
-    return {times.compute_ns, times.wait_ns};
+    IterationTimes times = worker.run(sub_batches, trace);
+    return {times.compute_ns, times.wait_ns, std::move(times.trace_ns)};
 }
 
 }  // namespace
@@ -46,10 +47,10 @@ NB_MODULE(_attention, m) {
             "region"_a, "instruction_set"_a, "threads"_a, nb::keep_alive<1, 2>(), nb::keep_alive<1, 4>(),
             nb::sig("def __init__(self, region: svc_common.tensor_plane._plane.Region, instruction_set: str, "
                     "threads: svc_common.cpu_kernels._kernels.ThreadPool) -> None"))
-        .def("run", &run_iteration, "sub_batches"_a,
+        .def("run", &run_iteration, "sub_batches"_a, "trace"_a,
              nb::sig("def run(self, sub_batches: list[tuple[int, int, numpy.typing.NDArray[numpy.int32], "
-                     "numpy.typing.NDArray[numpy.int32]]]) -> tuple[int, int]"),
+                     "numpy.typing.NDArray[numpy.int32]]], trace: bool) -> tuple[int, int, list[int]]"),
              "One iteration of (slot, first_submit, context_tokens, block_tables) in the order in which each layer\n"
-             "submits them. Returns (compute_ns, wait_ns).")
+             "submits them. Returns (compute_ns, wait_ns, trace_ns); the last is empty unless `trace`.")
         .def("cancel", &Worker::cancel, "Ends the running iteration, and each later one, at its next wait.");
 }

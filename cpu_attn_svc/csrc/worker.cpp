@@ -10,6 +10,9 @@ std::uint64_t to_ns(Clock::duration time) {
     return static_cast<std::uint64_t>(std::chrono::duration_cast<nanoseconds>(time).count());
 }
 
+// Since the epoch of CLOCK_MONOTONIC, which the executor's clock has, too.
+std::uint64_t to_ns(Clock::time_point time) { return to_ns(time.time_since_epoch()); }
+
 HeadCounts heads_of(const Shape& shape) { return {shape.num_q_heads, shape.num_kv_heads}; }
 
 KernelShape kernel_shape_of(const Shape& shape) {
@@ -30,7 +33,7 @@ Worker::Worker(Region& region, const Kernel& kernel, ThreadPool& threads)
       heads_(heads_of(region.shape())),
       kernel_shape_(kernel_shape_of(region.shape())) {}
 
-IterationTimes Worker::run(const std::vector<SubBatch>& sub_batches) {
+IterationTimes Worker::run(const std::vector<SubBatch>& sub_batches, bool trace) {
     check(sub_batches);
     const int num_threads = threads_.resize();
     attention_.prepare(num_threads);
@@ -40,6 +43,7 @@ IterationTimes Worker::run(const std::vector<SubBatch>& sub_batches) {
         plans.emplace_back(batch.decodes, heads_, kernel_shape_, region_.shape().sliding_window, num_threads);
 
     IterationTimes times{};
+    if (trace) times.trace_ns.reserve(3 * sub_batches.size() * region_.shape().num_layers);
     auto start = Clock::now();
     const Layout& at = region_.layout();
     const auto q_stride = static_cast<std::size_t>(heads_.num_q_heads) * kernel_shape_.head_dim;
@@ -55,6 +59,7 @@ IterationTimes Worker::run(const std::vector<SubBatch>& sub_batches) {
             region_.control().completed[batch.slot].ring(batch.first_submit + layer + 1);
             times.wait_ns += to_ns(submitted - start);
             times.compute_ns += to_ns(completed - submitted);
+            if (trace) times.trace_ns.insert(times.trace_ns.end(), {to_ns(start), to_ns(submitted), to_ns(completed)});
             start = completed;
         }
     }

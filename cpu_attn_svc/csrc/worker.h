@@ -21,6 +21,8 @@ struct SubBatch {
 struct IterationTimes {
     std::uint64_t compute_ns;
     std::uint64_t wait_ns;  // for submits
+    // Only where asked for, three for each sub-batch of each layer: when it began to wait, to attend, and had attended.
+    std::vector<std::uint64_t> trace_ns;
 };
 
 // The iteration was given up: the executor is gone, the region was closed or the worker was cancelled.
@@ -34,7 +36,7 @@ class Worker {
     Worker(Region& region, const Kernel& kernel, ThreadPool& threads);
 
     // Throws PlaneError where a number is out of range, before any memory is touched, and Interrupted.
-    IterationTimes run(const std::vector<SubBatch>& sub_batches);
+    IterationTimes run(const std::vector<SubBatch>& sub_batches, bool trace);
 
     // Ends the running iteration, and each later one, at its next wait. From any thread.
     void cancel();

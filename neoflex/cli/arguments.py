@@ -7,15 +7,15 @@ import typer
 from svc_common.config import checked_address
 
 
-def _check_address(address: str) -> str:
+def check_address(address: str | None) -> str | None:
     """gRPC takes an address without a port for one on port 443, and would say that nobody listens there."""
     try:
-        return checked_address(address)
+        return None if address is None else checked_address(address)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
 
 
-ServerAddress = Annotated[str, typer.Option(help="Server, host:port or unix:path.", callback=_check_address)]
+ServerAddress = Annotated[str, typer.Option(help="Server, host:port or unix:path.", callback=check_address)]
 
 
 def check_prompt(prompt: str, *, raw: bool = False) -> None:

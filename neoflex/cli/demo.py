@@ -1,27 +1,21 @@
 """`neoflex demo`: the whole path once, on this machine, with numbers, and nothing left afterwards."""
 
-import shutil
-import signal
-import tempfile
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
 import typer
 from rich.table import Table
 
 from neoflex.cli.arguments import check_prompt
-from neoflex.cli.output import counter_rows, err, explain_device, fetch_model, out, size, starting
-from neoflex.cli.up import effective_config, pin_model, run_directory
+from neoflex.cli.output import counter_rows, err, explain_device, out, size, starting
+from neoflex.cli.own_stack import own_stack_config
 from neoflex.client import Client
 from neoflex.supervisor import LocalStack, StackError
 from neoflex.types import Completion, Counters, Message
-from svc_common.config import Config, CpuAttnConfig, ModelConfig
+from svc_common.config import Config
 
 _SUBJECTS = ("rivers", "volcanoes", "bees", "bridges", "clocks", "glaciers", "lighthouses", "bread", "maps", "owls")
 
@@ -53,20 +47,9 @@ def demo(
 ) -> None:
     """Fetch the default model, serve it, stream an answer, say what happened, stop everything."""
     check_prompt(prompt)
-    signal.signal(signal.SIGTERM, _end_in_order)
-    name = ModelConfig().source
-    err.print(f"model: {fetch_model(name).gguf}", markup=False, soft_wrap=True)
-    with run_directory(None) as directory, _segment_directory() as segment_dir:
-        options: dict[tuple[str, str], object] = {
-            ("model", "source"): name,
-            ("planner", "listen"): "127.0.0.1:0",
-            ("planner", "mode"): mode,
-            ("gpu", "kv_bytes"): gpu_kv_bytes,
-            ("cpu_attn", "kv_bytes"): host_kv_bytes,
-            ("cpu_attn", "segment_dir"): segment_dir,
-        }
-        measured = _serve_once(pin_model(effective_config(None, options)), directory, prompt, concurrency, max_tokens)
-        _check_nothing_left(segment_dir)
+    with own_stack_config(mode, gpu_kv_bytes, host_kv_bytes) as (config, directory):
+        measured = _serve_once(config, directory, prompt, concurrency, max_tokens)
+        _check_nothing_left(config.cpu_attn.segment_dir)
     out.print(_table(measured, concurrency))
 
 
@@ -126,28 +109,10 @@ def _tokens_of(futures: list[Future[Completion]]) -> int:
     return sum(future.result().usage.completion_tokens for future in futures)
 
 
-@contextmanager
-def _segment_directory() -> Iterator[Path]:
-    """A private directory in shared memory, so that what is left there is ours.
-
-    Not named like the services' own segments: those that start elsewhere sweep away what looks abandoned.
-    """
-    directory = Path(tempfile.mkdtemp(prefix="demo-of-neoflex-", dir=CpuAttnConfig().segment_dir))
-    try:
-        yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-
-
 def _check_nothing_left(segment_dir: Path) -> None:
     if left := sorted(path.name for path in segment_dir.iterdir()):
         raise StackError(f"shared segments left in {segment_dir}: {', '.join(left)}")
     err.print("nothing is left: all services ended, shared memory is released\n")
-
-
-def _end_in_order(number: int, frame: FrameType | None) -> None:
-    """SIGTERM unwinds the stack, which stops the services."""
-    raise SystemExit(128 + number)
 
 
 def _table(measured: _Measured, concurrency: int) -> Table:

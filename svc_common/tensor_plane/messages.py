@@ -2,7 +2,7 @@
 
 descriptor: header | one sub-batch after another, in the order in which each layer submits them
 sub-batch:  header | context_tokens int32[n] | block_tables int32[n, stride]
-report:     header | text in UTF-8
+report:     header | times_ns uint64[num_times] | text in UTF-8
 """
 
 import struct
@@ -14,15 +14,15 @@ import numpy.typing as npt
 
 from svc_common.tensor_plane.errors import PlaneError
 
-VERSION = 1
+VERSION = 2
 _DESCRIPTOR_MAGIC = 0x4449464E  # "NFID"
 _REPORT_MAGIC = 0x5249464E  # "NFIR"
-# magic, version, num_sub_batches, epoch, iteration, host_blocks_used, padding
-_DESCRIPTOR = struct.Struct("<IHHQQi4x")
+# magic, version, num_sub_batches, epoch, iteration, host_blocks_used, trace
+_DESCRIPTOR = struct.Struct("<IHHQQiI")
 # slot, first_submit, num_sequences, stride
 _SUB_BATCH = struct.Struct("<iIII")
-# magic, version, error, epoch, iteration, compute_ns, wait_ns, iterations, text_bytes
-_REPORT = struct.Struct("<IHHQQQQQI4x")
+# magic, version, error, epoch, iteration, compute_ns, wait_ns, iterations, text_bytes, num_times
+_REPORT = struct.Struct("<IHHQQQQQII")
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -66,6 +66,8 @@ class Descriptor:
     """Blocks owned by sequences, for accounting."""
     sub_batches: tuple[SubmittedSubBatch, ...]
     """In the order in which each layer submits them. None: nothing to compute, and no report."""
+    trace: bool = False
+    """Whether the report is to say what was done when."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,9 @@ class Report:
     """Time it computed."""
     wait_ns: int
     """Time it waited for submits."""
+    times_ns: tuple[int, ...] = ()
+    """Where the descriptor asked for a trace, three for each sub-batch of each layer, in the order computed: when it
+    began to wait for the submit, to attend, and when it had attended. CLOCK_MONOTONIC."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +105,7 @@ def encode_descriptor(descriptor: Descriptor) -> bytes:
             descriptor.epoch,
             descriptor.iteration,
             descriptor.host_blocks_used,
+            descriptor.trace,
         )
     ]
     for submitted in descriptor.sub_batches:
@@ -117,7 +123,7 @@ def decode_descriptor(message: bytes) -> Descriptor:
     """Checks magic, version and length; what the numbers mean is checked against the region by the worker."""
     if len(message) < _DESCRIPTOR.size:
         raise PlaneError(f"descriptor of {len(message)} bytes is cut short")
-    magic, version, num_sub_batches, epoch, iteration, host_blocks_used = _DESCRIPTOR.unpack_from(message)
+    magic, version, num_sub_batches, epoch, iteration, host_blocks_used, trace = _DESCRIPTOR.unpack_from(message)
     _check_kind("descriptor", magic, _DESCRIPTOR_MAGIC, version)
     offset = _DESCRIPTOR.size
     sub_batches = []
@@ -135,7 +141,7 @@ def decode_descriptor(message: bytes) -> Descriptor:
         sub_batches.append(SubmittedSubBatch(CpuSubBatch(slot, context_tokens, block_tables), first_submit))
     if offset != len(message):
         raise PlaneError(f"descriptor has {len(message) - offset} bytes too many")
-    return Descriptor(epoch, iteration, host_blocks_used, tuple(sub_batches))
+    return Descriptor(epoch, iteration, host_blocks_used, tuple(sub_batches), bool(trace))
 
 
 def encode_report(work: WorkReport) -> bytes:
@@ -151,19 +157,23 @@ def encode_report(work: WorkReport) -> bytes:
         report.wait_ns,
         work.iterations,
         len(text),
+        len(report.times_ns),
     )
-    return header + text
+    return header + struct.pack(f"<{len(report.times_ns)}Q", *report.times_ns) + text
 
 
 def decode_report(message: bytes) -> WorkReport:
     if len(message) < _REPORT.size:
         raise PlaneError(f"report of {len(message)} bytes is cut short")
-    magic, version, error, epoch, iteration, compute_ns, wait_ns, iterations, text_bytes = _REPORT.unpack_from(message)
+    magic, version, error, *numbers = _REPORT.unpack_from(message)
     _check_kind("report", magic, _REPORT_MAGIC, version)
-    text = message[_REPORT.size :]
-    if len(text) != text_bytes:
-        raise PlaneError(f"report has {len(text)} bytes of text, its header says {text_bytes}")
-    report = Report(iteration, compute_ns, wait_ns)
+    epoch, iteration, compute_ns, wait_ns, iterations, text_bytes, num_times = numbers
+    num_bytes = _REPORT.size + 8 * num_times + text_bytes
+    if len(message) != num_bytes:
+        raise PlaneError(f"report has {len(message)} bytes, its header says {num_bytes}")
+    times_ns = struct.unpack_from(f"<{num_times}Q", message, _REPORT.size)
+    text = message[num_bytes - text_bytes :]
+    report = Report(iteration, compute_ns, wait_ns, times_ns)
     return WorkReport(epoch, report, iterations, WorkError(error), text.decode(errors="replace"))
 
 

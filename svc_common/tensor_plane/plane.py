@@ -90,12 +90,14 @@ class TensorPlane:
         """[max_sequences, num_q_heads, head_dim], exchange dtype."""
         return self._slots[slot][3]
 
-    def begin(self, iteration: int, sub_batches: Sequence[CpuSubBatch], host_blocks_used: int) -> None:
+    def begin(
+        self, iteration: int, sub_batches: Sequence[CpuSubBatch], host_blocks_used: int, trace: bool = False
+    ) -> None:
         """Describes an iteration. Without sub-batches it only accounts for blocks, and `finish` must not follow."""
         self._iteration = iteration
         self._exchange.begin(iteration)
         submitted = tuple(SubmittedSubBatch(batch, self._exchange.num_submits(batch.slot)) for batch in sub_batches)
-        message = encode_descriptor(Descriptor(self._region.epoch, iteration, host_blocks_used, submitted))
+        message = encode_descriptor(Descriptor(self._region.epoch, iteration, host_blocks_used, submitted, trace))
         try:
             self._socket.send(message, zmq.NOBLOCK)
         except zmq.Again:

@@ -125,6 +125,11 @@ async def test_host_tier_over_the_wire(
         check_tables(opened.tables)
         results = await execute(stub, first_plan(epoch, pb.TIER_HOST), *(plan(epoch, i, decode) for i in range(2, 6)))
         status = await stub.GetExecutorStatus(pb.GetExecutorStatusRequest())
+        [traced] = await execute(stub, plan(epoch, 6, decode, trace=True))
+    assert not any(result.HasField("trace") for result in results)
+    assert (traced.trace.iteration, traced.trace.duration_ns) == (6, traced.timings.total_ns)
+    assert list(traced.trace.cpu.kinds) == 3 * [pb.TRACE_KIND_CPU_WAIT, pb.TRACE_KIND_CPU_ATTEND]
+    assert list(traced.trace.cpu.layers) == [0, 0, 1, 1, 2, 2]
     verdict = Verdict()
     reference("llama").judge(PROMPT, [result.token_ids[0] for result in results], verdict)
     assert not verdict.mismatches

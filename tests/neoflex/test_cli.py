@@ -6,16 +6,14 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from rich.console import Console
+from support.command import Ended, Run
 from support.inference import InferenceServer
 from support.stacks import own_environment
 
-from neoflex import cli
 from neoflex.cli import model, up
 from neoflex.cli.output import size
 from neoflex.cli.up import effective_config, pin_model, run_directory
@@ -23,34 +21,6 @@ from neoflex.client import Client
 from neoflex.logs import LogFollower
 from svc_common.config import ConfigError
 from svc_common.model.store import BUILTIN_MODELS
-
-
-@dataclass(frozen=True)
-class Ended:
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Ended]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs `neoflex ARGUMENT...` in this process."""
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def run_command(*arguments: str) -> Ended:
-        monkeypatch.setattr(sys, "argv", ["neoflex", *arguments])
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as exit_:
-            code = int(exit_.code or 0)
-        captured = capsys.readouterr()
-        return Ended(code, captured.out, captured.err)
-
-    return run_command
 
 
 class TestGenerate:

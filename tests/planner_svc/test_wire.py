@@ -1,4 +1,5 @@
 import pytest
+from support.traces import pipelined
 
 from neoflex.v1 import executor_pb2 as pb
 from planner_svc.estimator import DecodePoint, LinearPoint, OperationTables, PrefillPoint
@@ -18,6 +19,7 @@ from svc_common.plan import (
     Timings,
     TokenLogprobs,
 )
+from svc_common.trace_wire import trace_to_message
 
 
 def test_every_field_of_a_plan_arrives():
@@ -34,6 +36,7 @@ def test_every_field_of_a_plan_arrives():
             SubBatch(cpu_decodes=(10,)),
         ),
         host_blocks_used=13,
+        trace=True,
         predicted_s=0.5,
     )
     assert plan_to_message(plan) == pb.IterationPlan(
@@ -67,6 +70,7 @@ def test_every_field_of_a_plan_arrives():
             pb.SubBatch(cpu_decode_sequence_ids=[10]),
         ],
         host_blocks_used=13,
+        trace=True,
     )
 
 
@@ -82,6 +86,7 @@ def test_every_field_of_a_result_arrives():
         swapped_in_bytes=8,
         gpu_attended_tokens=9,
         cpu_attended_tokens=10,
+        trace=trace_to_message(pipelined(3, 11)),
     )
     assert result_from_message(message) == IterationResult(
         epoch=7,
@@ -93,6 +98,7 @@ def test_every_field_of_a_result_arrives():
         swapped_in_bytes=8,
         gpu_attended_tokens=9,
         cpu_attended_tokens=10,
+        trace=pipelined(3, 11),
     )
 
 

@@ -144,6 +144,8 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
             self._compute(batch, result)
         self._check_blocks()
         result.timings.total_ns = 1000
+        if plan.trace:
+            result.trace.CopyFrom(trace(plan))
         return result
 
     def _apply_changes(self, plan: executor_pb2.IterationPlan) -> None:
@@ -233,6 +235,24 @@ class FakeHost(cpu_attention_pb2_grpc.CpuAttentionServiceServicer):
 
     async def GetCpuAttentionStatus(self, request: Any, context: Any) -> Any:  # noqa: N802
         return cpu_attention_pb2.GetCpuAttentionStatusResponse(epoch=self.region_epoch, num_threads=self.num_threads)
+
+
+def trace(plan: executor_pb2.IterationPlan) -> executor_pb2.IterationTrace:
+    """One step of 1000 ns."""
+    return executor_pb2.IterationTrace(
+        epoch=plan.epoch,
+        iteration=plan.iteration,
+        mode=plan.mode,
+        start_ns=1000 * plan.iteration,
+        duration_ns=1000,
+        gpu=executor_pb2.TraceEvents(
+            kinds=[executor_pb2.TRACE_KIND_BOOKKEEPING],
+            layers=[-1],
+            sub_batches=[-1],
+            offsets_ns=[0],
+            durations_ns=[1000],
+        ),
+    )
 
 
 def tables(with_host: bool) -> executor_pb2.OperationTables:

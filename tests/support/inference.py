@@ -11,7 +11,8 @@ from typing import Any
 import grpc
 
 from neoflex.v1 import inference_pb2 as pb
-from neoflex.v1 import inference_pb2_grpc
+from neoflex.v1 import inference_pb2_grpc, trace_pb2_grpc
+from support.traces import ScriptedTraces
 from svc_common.errors import FieldViolation, invalid_arguments, resource_exhausted, unavailable
 from svc_common.grpc_server import GrpcServer
 
@@ -133,8 +134,15 @@ def _logprobs(request: pb.GenerateRequest) -> list[pb.PositionLogprobs]:
 class InferenceServer:
     """The server in its own thread and event loop, so that blocking and asyncio clients can be tested alike."""
 
-    def __init__(self, servicer: ScriptedInference, loop: asyncio.AbstractEventLoop, server: GrpcServer) -> None:
+    def __init__(
+        self,
+        servicer: ScriptedInference,
+        traces: ScriptedTraces,
+        loop: asyncio.AbstractEventLoop,
+        server: GrpcServer,
+    ) -> None:
         self.servicer = servicer
+        self.traces = traces
         self.address = server.address
         self._loop = loop
         self._server = server
@@ -151,18 +159,19 @@ def inference_server(listen: str = "127.0.0.1:0") -> Iterator[InferenceServer]:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
-    servicer = ScriptedInference()
+    servicer, traces = ScriptedInference(), ScriptedTraces()
 
     async def start() -> GrpcServer:
         server = GrpcServer(listen, ["neoflex.v1.InferenceService"])
         server.register(inference_pb2_grpc.add_InferenceServiceServicer_to_server, servicer)
+        server.register(trace_pb2_grpc.add_TraceServiceServicer_to_server, traces)
         await server.start()
         await server.set_ready(True)
         return server
 
     server = asyncio.run_coroutine_threadsafe(start(), loop).result(10)
     try:
-        yield InferenceServer(servicer, loop, server)
+        yield InferenceServer(servicer, traces, loop, server)
     finally:
         asyncio.run_coroutine_threadsafe(server.stop(0), loop).result(10)
         loop.call_soon_threadsafe(loop.stop)

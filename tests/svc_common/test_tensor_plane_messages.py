@@ -34,11 +34,15 @@ def test_descriptor_keeps_its_values() -> None:
 def test_descriptor_is_little_endian_and_fixed() -> None:
     batch = CpuSubBatch(1, np.array([300], np.int32), np.array([[4]], np.int32))
     message = encode_descriptor(Descriptor(2, 3, 4, (SubmittedSubBatch(batch, 5),)))
-    assert message == struct.pack("<4sHHQQi4xiIIIii", b"NFID", 1, 1, 2, 3, 4, 1, 5, 1, 1, 300, 4)
+    assert message == struct.pack("<4sHHQQiIiIIIii", b"NFID", 2, 1, 2, 3, 4, 0, 1, 5, 1, 1, 300, 4)
 
 
 def test_descriptor_without_work() -> None:
     assert decode_descriptor(encode_descriptor(Descriptor(1, 2, 3, ()))) == Descriptor(1, 2, 3, ())
+
+
+def test_descriptor_asks_for_a_trace() -> None:
+    assert decode_descriptor(encode_descriptor(Descriptor(1, 2, 3, (), trace=True))).trace
 
 
 def test_tables_of_another_integer_type_or_order_are_converted() -> None:
@@ -68,7 +72,7 @@ def test_other_kinds_and_versions_are_refused() -> None:
     message = encode_descriptor(two_sub_batches())
     with pytest.raises(PlaneError, match="not a descriptor"):
         decode_descriptor(b"XXXX" + message[4:])
-    with pytest.raises(PlaneError, match="descriptor version 9, this side has 1"):
+    with pytest.raises(PlaneError, match="descriptor version 9, this side has 2"):
         decode_descriptor(message[:4] + struct.pack("<H", 9) + message[6:])
     with pytest.raises(PlaneError, match="not a report"):
         decode_report(message)
@@ -85,5 +89,14 @@ def test_report_keeps_its_values() -> None:
     assert decode_report(encode_report(work)) == work
     with pytest.raises(PlaneError, match="cut short"):
         decode_report(encode_report(work)[:20])
-    with pytest.raises(PlaneError, match="bytes of text"):
+    with pytest.raises(PlaneError, match="report has 79 bytes, its header says 80"):
         decode_report(encode_report(work)[:-1])
+
+
+def test_report_carries_times_before_its_text() -> None:
+    work = WorkReport(9, Report(8, 5, 7, (3, 2**63, 4)), 6, WorkError.NONE, "no text")
+    message = encode_report(work)
+    assert message[56:] == struct.pack("<3Q", 3, 2**63, 4) + b"no text"
+    assert decode_report(message) == work
+    with pytest.raises(PlaneError, match="its header says"):
+        decode_report(message[:60])

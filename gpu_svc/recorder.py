@@ -1,0 +1,171 @@
+"""Notes what the executor's thread does when, for plans that ask for a trace.
+
+Steps follow one another on that thread, so each starts where the one before ended: one reading of the clock a step.
+On cuda these are times of launches; times of execution need events on the stream.
+"""
+
+import time
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+
+from gpu_svc.batch import Batch
+from gpu_svc.host_tier import HostTier
+from gpu_svc.kv_cache import GpuKvCache
+from gpu_svc.model.decoder import Decoder
+from gpu_svc.pipeline import Stage
+from svc_common.plan import IterationPlan
+from svc_common.trace import IterationTrace, TracedSubBatch, TraceEvents, TraceKind
+
+_MAX_EVENTS_PER_LAYER = 2 * 6  # Two sub-batches, six kinds.
+_MAX_EVENTS_BESIDE = 16
+
+
+class NullRecorder:
+    """For plans that ask for none."""
+
+    is_on = False
+
+    def mark(self, kind: TraceKind, layer: int = -1, sub_batch: int = -1) -> None:
+        """Ends a step."""
+
+    def stage(self, batch: Batch, decoder: Decoder, cache: GpuKvCache, host: HostTier | None) -> Stage:
+        return Stage(batch, decoder, cache, host)
+
+    def describe(self, batches: Sequence[Batch], cpu_order: Sequence[int]) -> None:
+        """Sub-batches with work, and in which order the CPU gets those that have some for it."""
+
+    def take_cpu_times(self, times_ns: Sequence[int]) -> None:
+        """As in the plane's Report."""
+
+
+NO_RECORDER = NullRecorder()
+
+
+class Recorder(NullRecorder):
+    """One iteration at a time; the memory is kept."""
+
+    is_on = True
+
+    def __init__(self, num_layers: int) -> None:
+        capacity = _MAX_EVENTS_PER_LAYER * num_layers + _MAX_EVENTS_BESIDE
+        self._kinds, self._layers, self._sub_batches = (array("i", bytes(4 * capacity)) for _ in range(3))
+        self._ends_ns = array("q", bytes(8 * capacity))
+        self._num_events = 0
+        self._start_ns = 0
+        self._batches: Sequence[Batch] = ()
+        self._cpu_order: Sequence[int] = ()
+        self._cpu_times_ns: Sequence[int] = ()
+
+    def begin(self, start_ns: int) -> None:
+        """Forgets the iteration before."""
+        self._num_events = 0
+        self._start_ns = start_ns
+        self._batches = self._cpu_order = self._cpu_times_ns = ()
+
+    def mark(self, kind: TraceKind, layer: int = -1, sub_batch: int = -1) -> None:
+        i = self._num_events
+        self._ends_ns[i] = time.perf_counter_ns()
+        self._kinds[i] = kind
+        self._layers[i] = layer
+        self._sub_batches[i] = sub_batch
+        self._num_events = i + 1
+
+    def stage(self, batch: Batch, decoder: Decoder, cache: GpuKvCache, host: HostTier | None) -> Stage:
+        """That marks each of its steps."""
+        return _RecordedStage(self, batch, decoder, cache, host)
+
+    def describe(self, batches: Sequence[Batch], cpu_order: Sequence[int]) -> None:
+        self._batches, self._cpu_order = batches, cpu_order
+
+    def take_cpu_times(self, times_ns: Sequence[int]) -> None:
+        self._cpu_times_ns = times_ns
+
+    def trace(self, plan: IterationPlan, end_ns: int) -> IterationTrace:
+        """What was noted since `begin`."""
+        num, start_ns = self._num_events, self._start_ns
+        offsets = np.concatenate([[0], np.frombuffer(self._ends_ns, np.int64, num) - start_ns])
+        return IterationTrace(
+            epoch=plan.epoch,
+            iteration=plan.iteration,
+            mode=plan.mode,
+            start_ns=start_ns,
+            duration_ns=end_ns - start_ns,
+            sub_batches=tuple(map(_describe, self._batches)),
+            gpu=TraceEvents(
+                tuple(self._kinds[:num]),
+                tuple(self._layers[:num]),
+                tuple(self._sub_batches[:num]),
+                tuple(offsets[:-1].tolist()),
+                tuple(np.diff(offsets).tolist()),
+            ),
+            cpu=self._cpu_events(),
+        )
+
+    def _cpu_events(self) -> TraceEvents:
+        """Two of each triple of times: waiting, then attending."""
+        times = np.array(self._cpu_times_ns, np.int64).reshape(-1, 3) - self._start_ns
+        order, num = np.array(self._cpu_order, np.int64), len(times)
+        num_layers = num // max(1, len(order))
+        return TraceEvents(
+            (TraceKind.CPU_WAIT, TraceKind.CPU_ATTEND) * num,
+            tuple(np.arange(num_layers).repeat(2 * len(order)).tolist()),
+            tuple(np.tile(order.repeat(2), num_layers).tolist()),
+            tuple(times[:, :2].reshape(-1).tolist()),
+            tuple(np.diff(times, axis=1).reshape(-1).tolist()),
+        )
+
+
+class _RecordedStage(Stage):
+    """Marks what it did; where there was nothing to do, no mark."""
+
+    def __init__(
+        self, recorder: Recorder, batch: Batch, decoder: Decoder, cache: GpuKvCache, host: HostTier | None
+    ) -> None:
+        super().__init__(batch, decoder, cache, host)
+        self._recorder = recorder
+        self._index = batch.cpu_work.slot
+        self._layer = 0
+
+    def _mark(self, kind: TraceKind) -> None:
+        self._recorder.mark(kind, self._layer, self._index)
+
+    def pre_attention(self, layer: int) -> None:
+        super().pre_attention(layer)
+        self._layer = layer
+        self._mark(TraceKind.PRE_ATTENTION)
+
+    def submit(self) -> None:
+        super().submit()
+        if len(self.batch.cpu_work):
+            self._mark(TraceKind.SUBMIT)
+
+    def attend_prefills(self, layer: int) -> None:
+        super().attend_prefills(layer)
+        if self.batch.chunks:
+            self._mark(TraceKind.ATTEND_PREFILLS)
+
+    def attend_decodes(self, layer: int) -> None:
+        super().attend_decodes(layer)
+        if self.batch.gpu_decode is not None:
+            self._mark(TraceKind.ATTEND_DECODES)
+
+    def wait(self) -> None:
+        super().wait()
+        if len(self.batch.cpu_work):
+            self._mark(TraceKind.WAIT)
+
+    def post_attention(self, layer: int) -> None:
+        super().post_attention(layer)
+        self._mark(TraceKind.POST_ATTENTION)
+
+
+def _describe(batch: Batch) -> TracedSubBatch:
+    return TracedSubBatch(
+        index=batch.cpu_work.slot,
+        prefill_tokens=sum(chunk.rows.stop - chunk.rows.start for chunk in batch.chunks),
+        gpu_decodes=batch.gpu_decode_rows.stop - batch.gpu_decode_rows.start,
+        cpu_decodes=len(batch.cpu_work),
+        cpu_context_tokens=batch.cpu_attended_tokens,
+    )

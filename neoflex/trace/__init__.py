@@ -1,0 +1,1 @@
+"""Traces of running iterations: recorded from a server, summed up, written for Perfetto, drawn."""

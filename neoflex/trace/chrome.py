@@ -1,0 +1,104 @@
+"""Writes traces as Chrome's trace events, which https://ui.perfetto.dev and chrome://tracing show."""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+from svc_common.trace import IterationTrace, TraceEvent, TraceKind
+
+NAMES = {
+    TraceKind.BOOKKEEPING: "bookkeeping",
+    TraceKind.SWAP: "swap",
+    TraceKind.PRE_ATTENTION: "pre-attention",
+    TraceKind.SUBMIT: "submit",
+    TraceKind.ATTEND_PREFILLS: "attend prefills",
+    TraceKind.ATTEND_DECODES: "attend decodes",
+    TraceKind.WAIT: "wait for CPU",
+    TraceKind.POST_ATTENTION: "post-attention",
+    TraceKind.REPORT: "wait for report",
+    TraceKind.HEAD: "head and sampling",
+    TraceKind.CPU_WAIT: "wait for submit",
+    TraceKind.CPU_ATTEND: "attend",
+}
+GPU_PID, CPU_PID = 1, 2
+_ITERATIONS, _STEPS = 1, 2
+_LANES = (
+    (GPU_PID, "gpu_svc", _ITERATIONS, "iterations"),
+    (GPU_PID, "gpu_svc", _STEPS, "steps"),
+    (CPU_PID, "cpu_attn_svc", _STEPS, "steps"),
+)
+
+
+def to_chrome(traces: Sequence[IterationTrace]) -> dict[str, Any]:
+    """The JSON object, of at least one iteration. Times in it are microseconds after the first iteration's start."""
+    base_ns = traces[0].start_ns
+    return {
+        "displayTimeUnit": "ms",
+        "otherData": {"clock": "CLOCK_MONOTONIC", "base_ns": base_ns},
+        "traceEvents": [*_metadata(), *_idle(traces, base_ns), *(e for t in traces for e in _iteration(t, base_ns))],
+    }
+
+
+def _metadata() -> Iterator[dict[str, Any]]:
+    for pid, process, tid, lane in _LANES:
+        yield {"ph": "M", "name": "process_name", "pid": pid, "tid": tid, "args": {"name": process}}
+        yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": pid}}
+        yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": lane}}
+        yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
+
+
+def _idle(traces: Sequence[IterationTrace], base_ns: int) -> Iterator[dict[str, Any]]:
+    """Between iterations."""
+    for before, after in pairwise(traces):
+        if after.start_ns > before.end_ns:
+            lasts_ns = after.start_ns - before.end_ns
+            yield _complete("idle", (GPU_PID, _STEPS), before.end_ns - base_ns, lasts_ns, {})
+
+
+def _iteration(trace: IterationTrace, base_ns: int) -> Iterator[dict[str, Any]]:
+    arguments = {
+        "iteration": trace.iteration,
+        "epoch": trace.epoch,
+        "mode": trace.mode.value,
+        "sub_batches": [
+            {
+                "index": batch.index,
+                "prefill_tokens": batch.prefill_tokens,
+                "gpu_decodes": batch.gpu_decodes,
+                "cpu_decodes": batch.cpu_decodes,
+                "cpu_context_tokens": batch.cpu_context_tokens,
+            }
+            for batch in trace.sub_batches
+        ],
+    }
+    name = f"{trace.iteration}: {trace.mode.value}"
+    yield _complete(name, (GPU_PID, _ITERATIONS), trace.start_ns - base_ns, trace.duration_ns, arguments)
+    for pid, events in ((GPU_PID, trace.gpu), (CPU_PID, trace.cpu)):
+        for event in trace.events(events):
+            lane, where = (pid, _STEPS), _arguments(trace, event)
+            yield _complete(NAMES[event.kind], lane, event.start_ns - base_ns, event.duration_ns, where)
+
+
+def _arguments(trace: IterationTrace, event: TraceEvent) -> dict[str, int]:
+    arguments = {"iteration": trace.iteration}
+    if event.layer >= 0:
+        arguments["layer"] = event.layer
+    if event.sub_batch >= 0:
+        arguments["sub_batch"] = event.sub_batch
+    return arguments
+
+
+def _complete(
+    name: str, lane: tuple[int, int], start_ns: int, lasts_ns: int, arguments: dict[str, Any]
+) -> dict[str, Any]:
+    """`lane` is process and thread."""
+    pid, tid = lane
+    return {
+        "ph": "X",
+        "name": name,
+        "pid": pid,
+        "tid": tid,
+        "ts": start_ns / 1e3,
+        "dur": lasts_ns / 1e3,
+        "args": arguments,
+    }

@@ -1,0 +1,173 @@
+"""Sums, Perfetto JSON and picture of traces, and the command that records them from a scripted server."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.command import Run
+from support.inference import InferenceServer
+from support.traces import gpu_only, pipelined
+
+from neoflex.cli import trace as command
+from neoflex.trace.chrome import CPU_PID, GPU_PID, to_chrome
+from neoflex.trace.picture import draw
+from neoflex.trace.record import record
+from neoflex.trace.summary import IterationTimes, summarize, times_of
+from svc_common.trace import IterationTrace
+
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+TIMES = IterationTimes(
+    total_ns=100,
+    gpu_busy_ns=100 - 13 - 6 - 4,
+    cpu_busy_ns=17 + 22,
+    both_busy_ns=7 + 15,
+    gpu_bubble_ns=13 + 6 + 4,
+    cpu_bubble_ns=20 + 0,
+    # Copies in, noticed down, noticed up; the second was there before the CPU looked.
+    hops_ns=(2 + 3 + 3, 2 + 0 + 2),
+)
+
+
+def three_iterations() -> list[IterationTrace]:
+    """50 ns without a plan after the first; iteration 3 did not arrive."""
+    return [pipelined(1, 10_000), gpu_only(2, 10_150), pipelined(4, 10_250, unit_ns=3)]
+
+
+class TestSummary:
+    def test_one_iteration(self) -> None:
+        assert times_of(pipelined(1, 10_000)) == TIMES
+        assert TIMES.longer_side_ns == 77
+
+    def test_without_the_cpu(self) -> None:
+        times = times_of(gpu_only(1, 5))
+        assert (times.gpu_busy_ns, times.cpu_busy_ns, times.both_busy_ns, times.hops_ns) == (100, 0, 0, ())
+
+    def test_many(self) -> None:
+        summary = summarize(three_iterations())
+        assert (summary.num_iterations, summary.num_two_sub_batches, summary.num_missed) == (3, 2, 1)
+        assert summary.wall_ns == 550
+        assert summary.idle_share == pytest.approx(50 / 550)
+        assert summary.gpu_busy_share == pytest.approx((77 + 100 + 3 * 77) / 550)
+        assert summary.gpu_bubble_share == pytest.approx((23 + 3 * 23) / 550)
+        assert summary.cpu_busy_share == pytest.approx(4 * 39 / 550)
+        assert summary.cpu_bubble_share == pytest.approx(4 * 20 / 550)
+        assert summary.both_busy_share == pytest.approx(4 * 22 / 550)
+        assert summary.neither_busy_share == pytest.approx((50 + 4 * (100 - 77 - 39 + 22)) / 550)
+        assert summary.hop_p50_ns == (8 + 12) / 2  # Of 4, 8, 12, 24.
+        assert summary.hop_share == pytest.approx(48 / 550)
+        assert summary.slowest.iteration == 4
+        assert summary.median.total_ns == 100
+
+    def test_iterations_of_two_epochs_are_not_counted_as_missed(self) -> None:
+        other = IterationTrace(2, 1, gpu_only(1, 0).mode, 20_000, 10)
+        assert summarize([pipelined(7, 10_000), other]).num_missed == 0
+
+
+class TestChrome:
+    def test_lanes_hold_complete_events_without_overlap(self) -> None:
+        events = json.loads(json.dumps(to_chrome(three_iterations())))["traceEvents"]
+        complete = [event for event in events if event["ph"] == "X"]
+        assert {event["ph"] for event in events} == {"X", "M"}
+        assert all({"name", "ts", "dur", "pid", "tid", "args"} <= set(event) for event in complete)
+        lanes: dict[tuple[int, int], list[Any]] = {}
+        for event in complete:
+            lanes.setdefault((event["pid"], event["tid"]), []).append(event)
+        assert len(lanes) == 3
+        for lane in lanes.values():
+            lane.sort(key=lambda event: (event["ts"], event["ts"] + event["dur"]))
+            for before, after in pairwise(lane):
+                assert before["ts"] + before["dur"] <= after["ts"] + 1e-6
+
+    def test_what_events_say(self) -> None:
+        events = to_chrome(three_iterations())["traceEvents"]
+        [attend] = [
+            e for e in events if e["name"] == "attend" and e["args"] == {"iteration": 1, "layer": 0, "sub_batch": 1}
+        ]
+        assert (attend["pid"], attend["ts"], attend["dur"]) == (CPU_PID, 0.025, 0.017)
+        [idle] = [event for event in events if event["name"] == "idle"]
+        assert (idle["pid"], idle["ts"], idle["dur"]) == (GPU_PID, 0.1, 0.05)
+        [iteration] = [event for event in events if event["name"] == "4: asymmetric"]
+        assert (iteration["ts"], iteration["dur"]) == (0.25, 0.3)
+        assert iteration["args"]["sub_batches"][1] == {
+            "index": 1,
+            "prefill_tokens": 0,
+            "gpu_decodes": 0,
+            "cpu_decodes": 2,
+            "cpu_context_tokens": 90,
+        }
+
+    def test_lanes_are_named(self) -> None:
+        names = [e["args"]["name"] for e in to_chrome([gpu_only(1, 5)])["traceEvents"] if e["name"] == "process_name"]
+        assert names == ["gpu_svc", "gpu_svc", "cpu_attn_svc"]
+
+
+@pytest.mark.parametrize(
+    "traces", [three_iterations(), [gpu_only(1, 5)], [pipelined(n, 1000 * n) for n in range(1, 9)]]
+)
+def test_a_picture_of_whatever_ran(traces: list[IterationTrace], tmp_path: Path) -> None:
+    path = tmp_path / "timeline"
+    draw(traces, summarize(traces), path)
+    assert path.read_bytes().startswith(PNG_SIGNATURE)
+
+
+class TestRecord:
+    def test_as_many_as_are_wanted(self, server: InferenceServer) -> None:
+        server.traces.traces = three_iterations()
+        assert record(server.address, 60, 2) == three_iterations()[:2]
+
+    def test_for_some_time(self, server: InferenceServer) -> None:
+        server.traces.traces = three_iterations()
+        assert record(server.address, 0.5) == three_iterations()
+
+
+class TestCommand:
+    def test_json_picture_and_table(self, run: Run, server: InferenceServer, tmp_path: Path) -> None:
+        server.traces.traces = three_iterations()
+        output, png = tmp_path / "out.json", tmp_path / "out.png"
+        options = ["--address", server.address, "--iterations", "3", "--output", str(output), "--png", str(png)]
+        ended = run("trace", *options)
+        assert ended.code == 0
+        assert json.loads(output.read_text()) == to_chrome(three_iterations())
+        assert png.read_bytes().startswith(PNG_SIGNATURE)
+        rows = [[cell.strip() for cell in line.split("│")[1:3]] for line in ended.out.splitlines() if "│" in line]
+        assert ["iterations", "3, 1 more missed in 0.00 s"] in rows
+        assert ["gpu_svc busy", "74.2%"] in rows
+        assert ["all hops", "8.7%"] in rows
+        assert str(output) in ended.err
+
+    def test_an_idle_server(self, run: Run, server: InferenceServer, tmp_path: Path) -> None:
+        server.traces.traces = []
+        output = tmp_path / "out.json"
+        ended = run("trace", "--address", server.address, "--seconds", "0.1", "--output", str(output))
+        assert ended.code == 1
+        assert f"error: no iteration ran at {server.address} within 0.1 s" in ended.err
+        assert not output.exists()
+
+    def test_nobody_there(self, run: Run, tmp_path: Path) -> None:
+        ended = run("trace", "--address", "127.0.0.1:1", "--output", str(tmp_path / "out.json"))
+        assert ended.code == 1
+        assert "nobody listens at 127.0.0.1:1; start a server with: neoflex up" in ended.err
+
+    @pytest.mark.parametrize("option", ["--output", "--png"])
+    def test_what_cannot_be_written_is_said_first(
+        self, run: Run, server: InferenceServer, tmp_path: Path, option: str
+    ) -> None:
+        missing = tmp_path / "nowhere" / "file"
+        options = {"--output": str(tmp_path / "out.json"), option: str(missing)}
+        ended = run("trace", "--address", server.address, *(word for pair in options.items() for word in pair))
+        assert ended.code == 2
+        assert f"Invalid value for {option}: cannot write {missing}: No such file or directory" in ended.err
+        assert "recording" not in ended.err
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_server_that_runs_here_is_found(
+        self, run: Run, server: InferenceServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(command, "DEFAULT_ADDRESS", server.address)
+        server.traces.traces = three_iterations()
+        output = tmp_path / "out.json"
+        ended = run("trace", "--iterations", "1", "--output", str(output))
+        assert ended.code == 0
+        assert f"recording at most 60 s, 1 iterations, at {server.address}" in ended.err
