@@ -8,6 +8,7 @@
 
 #include "arrays.h"
 #include "kernels.h"
+#include "linear_module.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -99,4 +100,5 @@ NB_MODULE(_kernels, m) {
                   "instruction_set: str, num_threads: int) -> numpy.typing.NDArray[typing.Any]"),
           "Attention of q [n, num_q_heads, head_dim] over one layer [num_blocks, 2, num_kv_heads, block_tokens,\n"
           "head_dim] that holds all tokens already. float32, float16, or bf16 as uint16.");
+    bind_linear(m);
 }

@@ -1,0 +1,128 @@
+// Matrix products with packed weights: packing, and the split of a product over threads.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "linear_kernel.h"
+#include "thread_pool.h"
+
+namespace neoflex {
+
+// Kernels that this processor runs, slowest first. Never empty.
+const std::vector<const LinearKernel*>& runnable_linear_kernels();
+
+// The kernel of that name, or the fastest for "auto". Throws std::invalid_argument where it does not run here.
+const LinearKernel& choose_linear_kernel(const std::string& instruction_set);
+
+// Memory for weights, in huge pages where the system allows them: weights are read from end to end again and again,
+// which with small pages costs a table look-up every few hundred nanoseconds. Freed as a whole.
+class WeightArena {
+  public:
+    WeightArena() = default;
+    ~WeightArena();
+    WeightArena(const WeightArena&) = delete;
+    WeightArena& operator=(const WeightArena&) = delete;
+
+    // Zeroed, and aligned to a cache line. Throws std::bad_alloc.
+    std::byte* allocate(std::size_t num_bytes);
+
+  private:
+    struct Chunk {
+        std::byte* data;
+        std::size_t num_bytes;
+    };
+    std::vector<Chunk> chunks_;
+    std::size_t used_ = 0;  // bytes of the last chunk
+};
+
+// One matrix, [num_columns, depth] as models keep it, in panels; see linear_kernel.h.
+class PackedMatrix {
+  public:
+    // `weights` [num_columns, depth] and `bias` [num_columns] or null are copied. A gated matrix has its gates in the
+    // first half of its rows and what they gate in the second; a panel holds half a panel of each.
+    PackedMatrix(WeightArena& arena, const float* weights, const float* bias, std::int32_t num_columns,
+                 std::int32_t depth, DType type, bool gated);
+
+    std::int32_t num_columns() const { return num_columns_; }
+    std::int32_t depth() const { return depth_; }
+    bool gated() const { return gated_; }
+    // Columns of a product: half as many where gates are applied.
+    std::int32_t num_outputs() const { return gated_ ? num_columns_ / 2 : num_columns_; }
+    std::int32_t panel_outputs() const { return gated_ ? panel_columns / 2 : panel_columns; }
+    std::int32_t num_panels() const { return (num_outputs() + panel_outputs() - 1) / panel_outputs(); }
+    std::size_t num_bytes() const { return num_panels() * panel_bytes_ + bias_.size() * sizeof(float); }
+    // Row `row` of the matrix, [depth], widened. Not of a gated one.
+    void unpack_row(std::int32_t row, float* out) const;
+
+  private:
+    friend class Product;
+
+    template <typename W>
+    void pack(const float* weights);
+    // The row of the matrix that is column `column` of panel `panel`, -1 for padding.
+    std::int32_t row_of(std::int32_t panel, std::int32_t column) const;
+
+    std::int32_t num_columns_;
+    std::int32_t depth_;
+    DType type_;
+    bool gated_;
+    std::size_t panel_bytes_;
+    std::byte* panels_;
+    std::vector<float> bias_;  // in the order of the panels' columns, padded; empty: none
+};
+
+// Rows of fp32, `stride` floats apart.
+struct Rows {
+    const float* data;
+    std::size_t stride;
+    std::int32_t count;
+};
+
+// Products of one matrix with batches of rows.
+class Product {
+  public:
+    Product(const LinearKernel& kernel, const PackedMatrix& matrix) : kernel_(kernel), matrix_(matrix) {}
+
+    // Makes all columns of rows . matrix^T in pieces, on all threads. `out` [rows, num_outputs]; `residual`, null or
+    // like `out`, is added; gates are applied. Pieces end at multiples of `unit` panels, and after each
+    // finish(first_row, end_row, first_output, end_output) is called on the thread that made it.
+    template <typename Finish>
+    void run(const Rows& rows, const float* residual, float* out, ThreadPool& threads, std::int32_t unit,
+             Finish&& finish) const {
+        const std::int32_t piece = piece_panels(threads.num_threads(), unit);
+        const std::int32_t num_pieces = (matrix_.num_panels() + piece - 1) / piece;
+        threads.run(static_cast<std::uint32_t>(num_pieces), worth_helpers(rows.count), [&](std::uint32_t task, int) {
+            const std::int32_t begin = static_cast<std::int32_t>(task) * piece;
+            const std::int32_t end = std::min(begin + piece, matrix_.num_panels());
+            const std::int32_t blocks = (rows.count + max_block_rows - 1) / max_block_rows;
+            for (std::int32_t block = 0; block < blocks; ++block) {
+                const std::int32_t first_row = static_cast<std::int32_t>(std::int64_t{rows.count} * block / blocks);
+                const std::int32_t end_row =
+                    static_cast<std::int32_t>(std::int64_t{rows.count} * (block + 1) / blocks);
+                for (std::int32_t panel = begin; panel < end; ++panel)
+                    multiply_panel(rows, first_row, end_row, panel, residual, out);
+                finish(first_row, end_row, begin * matrix_.panel_outputs(),
+                       std::min(end * matrix_.panel_outputs(), matrix_.num_outputs()));
+            }
+        });
+    }
+    void run(const Rows& rows, const float* residual, float* out, ThreadPool& threads) const {
+        run(rows, residual, out, threads, 1, [](std::int32_t, std::int32_t, std::int32_t, std::int32_t) {});
+    }
+
+  private:
+    std::int32_t piece_panels(int num_threads, std::int32_t unit) const;
+    bool worth_helpers(std::int32_t num_rows) const;
+    void multiply_panel(const Rows& rows, std::int32_t first_row, std::int32_t end_row, std::int32_t panel,
+                        const float* residual, float* out) const;
+
+    const LinearKernel& kernel_;
+    const PackedMatrix& matrix_;
+};
+
+}  // namespace neoflex
