@@ -27,10 +27,10 @@ class Stage:
         self._decoder = decoder
         self._cache = cache
         self._host = host
-        self._rotary = decoder.rotary(batch.positions)
         spec = decoder.spec
         self.hidden = decoder.embed(batch.token_ids)  # [n, hidden_size]
-        self._q = self._kv = torch.empty(0)  # [n, num_q_heads, head_dim], [n, 2, num_kv_heads, head_dim]
+        self._workspace = decoder.workspace(batch.positions)
+        self._q, self._kv = self._workspace.q, self._workspace.kv
         self._attended = torch.empty(
             (batch.num_tokens, spec.num_q_heads, spec.head_dim), dtype=decoder.dtype, device=decoder.device
         )
@@ -38,7 +38,7 @@ class Stage:
     def pre_attention(self, layer: int) -> None:
         """Computes q, k and v, and stores k and v of tokens whose sequence is on the GPU."""
         batch = self.batch
-        self._q, self._kv = self._decoder.pre_attention(layer, self.hidden, self._rotary)
+        self._decoder.pre_attention(layer, self.hidden, self._workspace)
         if len(batch.gpu_kv_rows):
             self._cache.write(layer, batch.gpu_kv_rows, self._kv[batch.gpu_kv_tokens])
 

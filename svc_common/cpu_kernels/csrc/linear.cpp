@@ -74,9 +74,12 @@ const std::vector<const LinearKernel*>& runnable_linear_kernels() {
 
 const LinearKernel& choose_linear_kernel(const std::string& instruction_set) {
     if (instruction_set == "auto") return *runnable_linear_kernels().back();
-    for (const LinearKernel* kernel : runnable_linear_kernels())
+    std::string names;
+    for (const LinearKernel* kernel : runnable_linear_kernels()) {
         if (kernel->name == instruction_set) return *kernel;
-    throw std::invalid_argument("instruction set \"" + instruction_set + "\" does not run here");
+        names += std::string(names.empty() ? "" : ", ") + kernel->name;
+    }
+    throw std::invalid_argument("instruction set \"" + instruction_set + "\" does not run here; these do: " + names);
 }
 
 WeightArena::~WeightArena() {

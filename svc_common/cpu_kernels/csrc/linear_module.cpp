@@ -172,6 +172,8 @@ void bind_decoder(nb::module_& m) {
 }  // namespace
 
 void bind_linear(nb::module_& m) {
+    // A process keeps one pool, and what computes on it, until it ends.
+    nb::set_leak_warnings(false);
     nb::class_<Linear>(m, "PackedLinear", "One weight matrix, packed for products with few or many rows.")
         .def(nb::init<const Matrix&, const std::optional<Vector>&, const std::string&, bool>(), "weights"_a,
              "bias"_a.none(), "dtype"_a, "gated"_a,
