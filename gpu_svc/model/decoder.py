@@ -1,6 +1,6 @@
-"""What the pipeline asks of a decoder's linear part.
+"""What the pipeline asks of a decoder's linear part: everything of a layer but attention, embedding and head.
 
-embed, then per layer pre_attention and post_attention, then logits. Stateless between calls: what a sequence has seen lies in the KV cache, which is not here.
+Stateless between calls: what a sequence has seen lies in the KV cache, which is not here.
 """
 
 from dataclasses import dataclass

@@ -21,11 +21,11 @@ const float* data_or_null(const std::vector<float>& values) { return values.empt
 
 DecoderLinear::DecoderLinear(const DecoderShape& shape, DType weight_type, ThreadPool& threads,
                              const LinearKernel& kernel)
-    : shape_(shape), weight_type_(weight_type), threads_(threads), kernel_(kernel) {}
+    : shape_(shape), weight_type_(weight_type), resources_{threads, {}}, kernel_(kernel) {}
 
 void DecoderLinear::add_layer(const LayerParameters& layer) {
     const auto pack = [&](const float* weights, const float* bias, std::int32_t rows, std::int32_t depth, bool gated) {
-        return PackedMatrix(arena_, weights, bias, rows, depth, weight_type_, gated);
+        return PackedMatrix(kernel_, arena_, weights, bias, rows, depth, weight_type_, gated);
     };
     layers_.push_back(
         {copied(layer.attention_norm, shape_.hidden_size), copied(layer.q_norm, shape_.head_dim),
@@ -40,8 +40,8 @@ void DecoderLinear::set_vocabulary(const float* embedding, const float* head, co
                                    std::int32_t vocab_size) {
     vocab_size_ = vocab_size;
     final_norm_ = copied(final_norm, shape_.hidden_size);
-    embedding_.emplace(arena_, embedding, nullptr, vocab_size, shape_.hidden_size, weight_type_, false);
-    if (head != nullptr) head_.emplace(arena_, head, nullptr, vocab_size, shape_.hidden_size, weight_type_, false);
+    embedding_.emplace(kernel_, arena_, embedding, nullptr, vocab_size, shape_.hidden_size, weight_type_, false);
+    if (head != nullptr) head_.emplace(kernel_, arena_, head, nullptr, vocab_size, shape_.hidden_size, weight_type_, false);
 }
 
 std::size_t DecoderLinear::num_bytes() const {
@@ -58,7 +58,7 @@ std::size_t DecoderLinear::num_bytes() const {
 }
 
 void DecoderLinear::reserve(std::int32_t n) {
-    threads_.resize();
+    resources_.threads.resize();
     const auto rows = static_cast<std::size_t>(n);
     if (normed_.size() < rows * shape_.hidden_size) normed_.resize(rows * shape_.hidden_size);
     if (inner_.size() < rows * shape_.intermediate_size) inner_.resize(rows * shape_.intermediate_size);
@@ -67,7 +67,7 @@ void DecoderLinear::reserve(std::int32_t n) {
 void DecoderLinear::normalise(const float* rows, std::int32_t n, const std::vector<float>& weight) {
     const std::int32_t width = shape_.hidden_size;
     const bool wake = std::int64_t{n} * width >= min_elements_for_helpers;
-    threads_.run(static_cast<std::uint32_t>((n + rows_per_task - 1) / rows_per_task), wake,
+    resources_.threads.run(static_cast<std::uint32_t>((n + rows_per_task - 1) / rows_per_task), wake,
                  [&](std::uint32_t task, int) {
                      const auto first = static_cast<std::int32_t>(task) * rows_per_task;
                      const std::size_t offset = static_cast<std::size_t>(first) * width;
@@ -78,9 +78,9 @@ void DecoderLinear::normalise(const float* rows, std::int32_t n, const std::vect
 
 void DecoderLinear::embed(const std::int64_t* token_ids, std::int32_t n, float* hidden) {
     const std::size_t width = shape_.hidden_size;
-    threads_.resize();
+    resources_.threads.resize();
     // A row of a packed matrix is scattered over as many cache lines as it has elements.
-    threads_.run(static_cast<std::uint32_t>(n), n >= 4, [&](std::uint32_t i, int) {
+    resources_.threads.run(static_cast<std::uint32_t>(n), n >= 4, [&](std::uint32_t i, int) {
         embedding_->unpack_row(static_cast<std::int32_t>(token_ids[i]), hidden + i * width);
     });
 }
@@ -97,9 +97,9 @@ void DecoderLinear::pre_attention(std::int32_t layer, const float* hidden, const
     const std::size_t half = shape_.rotary_dim / 2;
     normalise(hidden, n, weights.attention_norm);
     // Pieces of whole heads, so that each is rotated where it was made.
-    const std::int32_t unit = std::lcm(shape_.head_dim, panel_columns) / panel_columns;
-    Product(kernel_, weights.qkv)
-        .run({normed_.data(), static_cast<std::size_t>(shape_.hidden_size), n}, nullptr, qkv, threads_, unit,
+    const std::int32_t columns = kernel_.panel_columns;
+    Product(weights.qkv, normed_.data(), n, resources_)
+        .run(nullptr, qkv, std::lcm(shape_.head_dim, columns) / columns,
              [&](std::int32_t first_row, std::int32_t end_row, std::int32_t first, std::int32_t end) {
                  for (std::int32_t row = first_row; row < end_row; ++row)
                      kernel_.rotate(heads, qkv + row * qkv_size, first / shape_.head_dim, end / shape_.head_dim,
@@ -110,20 +110,16 @@ void DecoderLinear::pre_attention(std::int32_t layer, const float* hidden, const
 void DecoderLinear::post_attention(std::int32_t layer, const float* attended, std::int32_t n, float* hidden) {
     reserve(n);
     const Layer& weights = layers_[layer];
-    const auto hidden_size = static_cast<std::size_t>(shape_.hidden_size);
-    const auto inner_size = static_cast<std::size_t>(shape_.intermediate_size);
-    Product(kernel_, weights.output)
-        .run({attended, static_cast<std::size_t>(shape_.q_size()), n}, hidden, hidden, threads_);
+    Product(weights.output, attended, n, resources_).run(hidden, hidden);
     normalise(hidden, n, weights.mlp_norm);
-    Product(kernel_, weights.gate_up).run({normed_.data(), hidden_size, n}, nullptr, inner_.data(), threads_);
-    Product(kernel_, weights.down).run({inner_.data(), inner_size, n}, hidden, hidden, threads_);
+    Product(weights.gate_up, normed_.data(), n, resources_).run(nullptr, inner_.data());
+    Product(weights.down, inner_.data(), n, resources_).run(hidden, hidden);
 }
 
 void DecoderLinear::logits(const float* hidden, std::int32_t n, float* logits) {
     reserve(n);
     normalise(hidden, n, final_norm_);
-    Product(kernel_, head_ ? *head_ : *embedding_)
-        .run({normed_.data(), static_cast<std::size_t>(shape_.hidden_size), n}, nullptr, logits, threads_);
+    Product(head_ ? *head_ : *embedding_, normed_.data(), n, resources_).run(nullptr, logits);
 }
 
 }  // namespace neoflex

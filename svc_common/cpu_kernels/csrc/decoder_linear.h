@@ -77,7 +77,7 @@ class DecoderLinear {
 
     DecoderShape shape_;
     DType weight_type_;
-    ThreadPool& threads_;
+    ProductResources resources_;
     const LinearKernel& kernel_;
     WeightArena arena_;
     std::vector<Layer> layers_;

@@ -33,7 +33,7 @@ template <typename S>
 template <typename S>
 void store(const float* sums, std::int32_t num_rows, std::int32_t num_columns, const float* bias,
            const float* residual, float* out, std::size_t out_stride) {
-    for (std::int32_t r = 0; r < num_rows; ++r, sums += panel_columns) {
+    for (std::int32_t r = 0; r < num_rows; ++r, sums += S::panel_columns) {
         const std::size_t row = r * out_stride;
         std::int32_t c = 0;
         for (; c + S::width <= num_columns; c += S::width) {
@@ -50,8 +50,8 @@ void store(const float* sums, std::int32_t num_rows, std::int32_t num_columns, c
 template <typename S>
 void store_gated(const float* sums, std::int32_t num_rows, std::int32_t num_columns, const float* bias, float* out,
                  std::size_t out_stride) {
-    constexpr std::int32_t half = panel_columns / 2;
-    for (std::int32_t r = 0; r < num_rows; ++r, sums += panel_columns) {
+    constexpr std::int32_t half = S::panel_columns / 2;
+    for (std::int32_t r = 0; r < num_rows; ++r, sums += S::panel_columns) {
         float gated[half];
         for (std::int32_t c = 0; c < half; c += S::width) {
             auto gate = S::load(sums + c);

@@ -24,8 +24,9 @@ constexpr std::int32_t max_span_depth = 640;
 constexpr std::int32_t pieces_per_thread = 12;
 constexpr std::int32_t max_piece_panels = 8;
 
-// Less than this many multiply-adds take no longer than waking a thread.
+// Less than this many multiply-adds, or elements to round, take no longer than waking a thread.
 constexpr std::int64_t min_products_for_helpers = 200'000;
+constexpr std::int64_t min_elements_for_helpers = 32'768;
 
 std::size_t round_up(std::size_t value, std::size_t step) { return (value + step - 1) / step * step; }
 
@@ -37,8 +38,10 @@ std::vector<const LinearKernel*> find_runnable() {
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
         kernels.push_back(&avx2_linear_kernel);
         if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
             kernels.push_back(&avx512_linear_kernel);
+            if (__builtin_cpu_supports("avx512bf16")) kernels.push_back(&avx512_bf16_linear_kernel);
+        }
     }
 #endif
 #if defined(NEOFLEX_NEON)
@@ -49,7 +52,7 @@ std::vector<const LinearKernel*> find_runnable() {
 
 // Where the weight of `depth` and `column` lies in a panel.
 template <typename W>
-std::size_t place(std::int32_t depth, std::int32_t column) {
+std::size_t place(std::int32_t depth, std::int32_t column, std::int32_t panel_columns) {
     const auto k = static_cast<std::size_t>(depth);
     if constexpr (std::is_same_v<W, BFloat>) return (k / 2 * panel_columns + column) * 2 + k % 2;
     return k * panel_columns + column;
@@ -101,9 +104,10 @@ std::byte* WeightArena::allocate(std::size_t num_bytes) {
     return result;
 }
 
-PackedMatrix::PackedMatrix(WeightArena& arena, const float* weights, const float* bias, std::int32_t num_columns,
-                           std::int32_t depth, DType type, bool gated)
-    : num_columns_(num_columns), depth_(depth), type_(type), gated_(gated) {
+PackedMatrix::PackedMatrix(const LinearKernel& kernel, WeightArena& arena, const float* weights, const float* bias,
+                           std::int32_t num_columns, std::int32_t depth, DType type, bool gated)
+    : kernel_(&kernel), num_columns_(num_columns), depth_(depth), type_(type), gated_(gated) {
+    const std::int32_t panel_columns = kernel.panel_columns;
     if (gated && num_columns % 2 != 0) throw std::invalid_argument("a gated matrix has an even number of rows");
     const std::size_t padded_depth = round_up(depth, type == DType::bf16 ? 2 : 1);
     panel_bytes_ = round_up(padded_depth * panel_columns * dtype_bytes(type), line_bytes);
@@ -127,54 +131,74 @@ template <typename W>
 void PackedMatrix::pack(const float* weights) {
     for (std::int32_t panel = 0; panel < num_panels(); ++panel) {
         auto* to = reinterpret_cast<W*>(panels_ + panel * panel_bytes_);
-        for (std::int32_t c = 0; c < panel_columns; ++c) {
+        for (std::int32_t c = 0; c < kernel_->panel_columns; ++c) {
             const std::int32_t row = row_of(panel, c);
             if (row < 0) continue;
             const float* from = weights + static_cast<std::size_t>(row) * depth_;
-            for (std::int32_t k = 0; k < depth_; ++k) store_one(to + place<W>(k, c), from[k]);
+            for (std::int32_t k = 0; k < depth_; ++k) store_one(to + place<W>(k, c, kernel_->panel_columns), from[k]);
         }
     }
 }
 
 void PackedMatrix::unpack_row(std::int32_t row, float* out) const {
+    const std::int32_t columns = kernel_->panel_columns;
     with_type(type_, [&]<typename W>(W*) {
-        const auto* from = reinterpret_cast<const W*>(panels_ + row / panel_columns * panel_bytes_);
-        for (std::int32_t k = 0; k < depth_; ++k) out[k] = to_float(from[place<W>(k, row % panel_columns)]);
+        const auto* from = reinterpret_cast<const W*>(panels_ + row / columns * panel_bytes_);
+        for (std::int32_t k = 0; k < depth_; ++k) out[k] = to_float(from[place<W>(k, row % columns, columns)]);
     });
 }
 
-std::int32_t Product::piece_panels(int num_threads, std::int32_t unit) const {
-    if (num_threads == 1) return round_up(matrix_.num_panels(), unit);
-    const std::int32_t fair = matrix_.num_panels() / (num_threads * pieces_per_thread);
+void Product::take_rows(const float* rows, ProductResources& resources) {
+    const std::int32_t depth = matrix_.depth_;
+    if (!kernel_.rounds_rows || matrix_.type_ != DType::bf16) {
+        rows_ = reinterpret_cast<const std::byte*>(rows);
+        row_elements_ = depth;
+        element_bytes_ = sizeof(float);
+        return;
+    }
+    row_elements_ = round_up(depth, 2);
+    element_bytes_ = sizeof(std::uint16_t);
+    std::vector<std::uint16_t>& rounded = resources.rounded_rows;
+    if (rounded.size() < num_rows_ * row_elements_) rounded.resize(num_rows_ * row_elements_);
+    const bool wake = std::int64_t{num_rows_} * depth >= min_elements_for_helpers;
+    threads_.run(static_cast<std::uint32_t>(num_rows_), wake, [&](std::uint32_t row, int) {
+        kernel_.round_row(rows + std::size_t{row} * depth, depth, rounded.data() + row * row_elements_);
+    });
+    rows_ = reinterpret_cast<const std::byte*>(rounded.data());
+}
+
+std::int32_t Product::piece_panels(std::int32_t unit) const {
+    if (threads_.num_threads() == 1) return round_up(matrix_.num_panels(), unit);
+    const std::int32_t fair = matrix_.num_panels() / (threads_.num_threads() * pieces_per_thread);
     return static_cast<std::int32_t>(round_up(std::clamp(fair, 1, max_piece_panels), unit));
 }
 
-bool Product::worth_helpers(std::int32_t num_rows) const {
-    return std::int64_t{num_rows} * matrix_.num_columns() * matrix_.depth() >= min_products_for_helpers;
+bool Product::worth_helpers() const {
+    return std::int64_t{num_rows_} * matrix_.num_columns() * matrix_.depth() >= min_products_for_helpers;
 }
 
-void Product::multiply_panel(const Rows& rows, std::int32_t first_row, std::int32_t end_row, std::int32_t panel,
-                             const float* residual, float* out) const {
-    alignas(line_bytes) float sums[max_block_rows * panel_columns];
+void Product::multiply_panel(std::int32_t first_row, std::int32_t end_row, std::int32_t panel, const float* residual,
+                             float* out) const {
+    alignas(line_bytes) float sums[max_block_rows * max_panel_columns];
     const std::int32_t num_rows = end_row - first_row;
-    const float* from = rows.data + first_row * rows.stride;
+    const std::byte* rows = rows_ + first_row * row_elements_ * element_bytes_;
     const std::byte* weights = matrix_.panels_ + panel * matrix_.panel_bytes_;
-    const std::size_t depth_bytes = panel_columns * dtype_bytes(matrix_.type_);
+    const std::size_t depth_bytes = kernel_.panel_columns * dtype_bytes(matrix_.type_);
     const std::int32_t num_spans = (matrix_.depth_ + max_span_depth - 1) / max_span_depth;
     const auto span = static_cast<std::int32_t>(round_up((matrix_.depth_ + num_spans - 1) / num_spans, 2));
     for (std::int32_t k = 0; k < matrix_.depth_; k += span)
-        kernel_.accumulate(matrix_.type_, from + k, rows.stride, num_rows, weights + k * depth_bytes,
+        kernel_.accumulate(matrix_.type_, rows + k * element_bytes_, row_elements_, num_rows, weights + k * depth_bytes,
                            std::min(span, matrix_.depth_ - k), k == 0, sums);
     const std::int32_t first = panel * matrix_.panel_outputs();
     const std::int32_t count = std::min(matrix_.panel_outputs(), matrix_.num_outputs() - first);
-    const float* bias = matrix_.bias_.empty() ? nullptr : matrix_.bias_.data() + panel * panel_columns;
+    const float* bias = matrix_.bias_.empty() ? nullptr : matrix_.bias_.data() + panel * kernel_.panel_columns;
     const std::size_t stride = matrix_.num_outputs();
-    float* to = out + first_row * stride + first;
+    const std::size_t corner = first_row * stride + first;
     if (matrix_.gated_) {
-        kernel_.store_gated(sums, num_rows, count, bias, to, stride);
+        kernel_.store_gated(sums, num_rows, count, bias, out + corner, stride);
     } else {
-        kernel_.store(sums, num_rows, count, bias, residual == nullptr ? nullptr : residual + first_row * stride + first,
-                      to, stride);
+        kernel_.store(sums, num_rows, count, bias, residual == nullptr ? nullptr : residual + corner, out + corner,
+                      stride);
     }
 }
 

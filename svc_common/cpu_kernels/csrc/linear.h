@@ -44,16 +44,18 @@ class WeightArena {
 class PackedMatrix {
   public:
     // `weights` [num_columns, depth] and `bias` [num_columns] or null are copied. A gated matrix has its gates in the
-    // first half of its rows and what they gate in the second; a panel holds half a panel of each.
-    PackedMatrix(WeightArena& arena, const float* weights, const float* bias, std::int32_t num_columns,
-                 std::int32_t depth, DType type, bool gated);
+    // first half of its rows and what they gate in the second; a panel holds half a panel of each. Packed for
+    // products by `kernel`.
+    PackedMatrix(const LinearKernel& kernel, WeightArena& arena, const float* weights, const float* bias,
+                 std::int32_t num_columns, std::int32_t depth, DType type, bool gated);
 
+    const LinearKernel& kernel() const { return *kernel_; }
     std::int32_t num_columns() const { return num_columns_; }
     std::int32_t depth() const { return depth_; }
     bool gated() const { return gated_; }
     // Columns of a product: half as many where gates are applied.
     std::int32_t num_outputs() const { return gated_ ? num_columns_ / 2 : num_columns_; }
-    std::int32_t panel_outputs() const { return gated_ ? panel_columns / 2 : panel_columns; }
+    std::int32_t panel_outputs() const { return kernel_->panel_columns / (gated_ ? 2 : 1); }
     std::int32_t num_panels() const { return (num_outputs() + panel_outputs() - 1) / panel_outputs(); }
     std::size_t num_bytes() const { return num_panels() * panel_bytes_ + bias_.size() * sizeof(float); }
     // Row `row` of the matrix, [depth], widened. Not of a gated one.
@@ -67,6 +69,7 @@ class PackedMatrix {
     // The row of the matrix that is column `column` of panel `panel`, -1 for padding.
     std::int32_t row_of(std::int32_t panel, std::int32_t column) const;
 
+    const LinearKernel* kernel_;
     std::int32_t num_columns_;
     std::int32_t depth_;
     DType type_;
@@ -76,53 +79,59 @@ class PackedMatrix {
     std::vector<float> bias_;  // in the order of the panels' columns, padded; empty: none
 };
 
-// Rows of fp32, `stride` floats apart.
-struct Rows {
-    const float* data;
-    std::size_t stride;
-    std::int32_t count;
+// What products need beside their operands: threads, and memory that grows to the largest batch seen.
+struct ProductResources {
+    ThreadPool& threads;
+    std::vector<std::uint16_t> rounded_rows;
 };
 
-// Products of one matrix with batches of rows.
+// The product of one matrix with a batch of dense rows of fp32, [num_rows, depth].
 class Product {
   public:
-    Product(const LinearKernel& kernel, const PackedMatrix& matrix) : kernel_(kernel), matrix_(matrix) {}
+    Product(const PackedMatrix& matrix, const float* rows, std::int32_t num_rows, ProductResources& resources)
+        : matrix_(matrix), kernel_(matrix.kernel()), num_rows_(num_rows), threads_(resources.threads) {
+        take_rows(rows, resources);
+    }
 
-    // Makes all columns of rows . matrix^T in pieces, on all threads. `out` [rows, num_outputs]; `residual`, null or
-    // like `out`, is added; gates are applied. Pieces end at multiples of `unit` panels, and after each
+    // rows . matrix^T + bias + residual, on all threads; gates are applied. `out` [num_rows, num_outputs]; `residual`
+    // is null or like `out`. The product is made in pieces that end at multiples of `unit` panels, and after each
     // finish(first_row, end_row, first_output, end_output) is called on the thread that made it.
     template <typename Finish>
-    void run(const Rows& rows, const float* residual, float* out, ThreadPool& threads, std::int32_t unit,
-             Finish&& finish) const {
-        const std::int32_t piece = piece_panels(threads.num_threads(), unit);
+    void run(const float* residual, float* out, std::int32_t unit, Finish&& finish) const {
+        const std::int32_t piece = piece_panels(unit);
         const std::int32_t num_pieces = (matrix_.num_panels() + piece - 1) / piece;
-        threads.run(static_cast<std::uint32_t>(num_pieces), worth_helpers(rows.count), [&](std::uint32_t task, int) {
+        threads_.run(static_cast<std::uint32_t>(num_pieces), worth_helpers(), [&](std::uint32_t task, int) {
             const std::int32_t begin = static_cast<std::int32_t>(task) * piece;
             const std::int32_t end = std::min(begin + piece, matrix_.num_panels());
-            const std::int32_t blocks = (rows.count + max_block_rows - 1) / max_block_rows;
+            const std::int32_t blocks = (num_rows_ + max_block_rows - 1) / max_block_rows;
             for (std::int32_t block = 0; block < blocks; ++block) {
-                const std::int32_t first_row = static_cast<std::int32_t>(std::int64_t{rows.count} * block / blocks);
-                const std::int32_t end_row =
-                    static_cast<std::int32_t>(std::int64_t{rows.count} * (block + 1) / blocks);
+                const auto first_row = static_cast<std::int32_t>(std::int64_t{num_rows_} * block / blocks);
+                const auto end_row = static_cast<std::int32_t>(std::int64_t{num_rows_} * (block + 1) / blocks);
                 for (std::int32_t panel = begin; panel < end; ++panel)
-                    multiply_panel(rows, first_row, end_row, panel, residual, out);
+                    multiply_panel(first_row, end_row, panel, residual, out);
                 finish(first_row, end_row, begin * matrix_.panel_outputs(),
                        std::min(end * matrix_.panel_outputs(), matrix_.num_outputs()));
             }
         });
     }
-    void run(const Rows& rows, const float* residual, float* out, ThreadPool& threads) const {
-        run(rows, residual, out, threads, 1, [](std::int32_t, std::int32_t, std::int32_t, std::int32_t) {});
+    void run(const float* residual, float* out) const {
+        run(residual, out, 1, [](std::int32_t, std::int32_t, std::int32_t, std::int32_t) {});
     }
 
   private:
-    std::int32_t piece_panels(int num_threads, std::int32_t unit) const;
-    bool worth_helpers(std::int32_t num_rows) const;
-    void multiply_panel(const Rows& rows, std::int32_t first_row, std::int32_t end_row, std::int32_t panel,
-                        const float* residual, float* out) const;
+    void take_rows(const float* rows, ProductResources& resources);
+    std::int32_t piece_panels(std::int32_t unit) const;
+    bool worth_helpers() const;
+    void multiply_panel(std::int32_t first_row, std::int32_t end_row, std::int32_t panel, const float* residual,
+                        float* out) const;
 
-    const LinearKernel& kernel_;
     const PackedMatrix& matrix_;
+    const LinearKernel& kernel_;
+    const std::byte* rows_ = nullptr;  // as the kernel wants them
+    std::size_t row_elements_ = 0;     // from a row to the next
+    std::size_t element_bytes_ = 0;
+    std::int32_t num_rows_;
+    ThreadPool& threads_;
 };
 
 }  // namespace neoflex

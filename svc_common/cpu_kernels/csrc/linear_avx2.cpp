@@ -7,8 +7,8 @@ namespace {
 struct LinearAvx2 : Avx2 {
     // 12 of 16 registers hold sums.
     static constexpr int tile_rows = 6;
-    static constexpr int whole_panel_rows = 3;
-    static constexpr int tile_vectors = 2;
+    static constexpr int panel_columns = 16;
+    static constexpr bool rounds_rows = false;
 
     static Vec div(Vec a, Vec b) { return _mm256_div_ps(a, b); }
     static Vec load_first(const BFloat* pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(load_pairs(pairs), 16)); }

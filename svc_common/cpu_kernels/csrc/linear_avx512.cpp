@@ -1,27 +1,4 @@
-#include "linear_body.h"
-#include "simd_avx512.h"
-
-namespace neoflex {
-namespace {
-
-struct LinearAvx512 : Avx512 {
-    // 24 of 32 registers hold sums.
-    static constexpr int tile_rows = 12;
-    static constexpr int whole_panel_rows = 12;
-    static constexpr int tile_vectors = 2;
-
-    static Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
-    static Vec load_first(const BFloat* pairs) {
-        return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(pairs), 16));
-    }
-    static Vec load_second(const BFloat* pairs) {
-        const __m512i high = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
-        return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(pairs), high));
-    }
-};
-
-}  // namespace
-}  // namespace neoflex
+#include "linear_avx512.h"
 
 constinit const neoflex::LinearKernel neoflex::avx512_linear_kernel =
     neoflex::make_linear_kernel<neoflex::LinearAvx512>("avx512");

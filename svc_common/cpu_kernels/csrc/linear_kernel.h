@@ -10,10 +10,10 @@
 
 namespace neoflex {
 
-// Weights [num_columns, depth] lie in panels of this many columns: [num_panels, depth, panel_columns], the last panel
-// padded with zeros. bf16 keeps pairs of depths side by side, [num_panels, depth / 2, panel_columns, 2], padded where
-// depth is odd: widening a pair takes one instruction each.
-constexpr std::int32_t panel_columns = 32;
+// Weights [num_columns, depth] lie in panels of `panel_columns` columns: [num_panels, depth, panel_columns], the last
+// panel padded with zeros. bf16 keeps pairs of depths side by side, [num_panels, depth / 2, panel_columns, 2], padded
+// where depth is odd: widening a pair takes one instruction each, and some processors multiply pairs.
+constexpr std::int32_t max_panel_columns = 32;
 
 // Rows that are multiplied with a panel at a time: their part of the input stays in the second-level cache.
 constexpr std::int32_t max_block_rows = 96;
@@ -31,10 +31,16 @@ struct HeadRows {
 
 struct LinearKernel {
     const char* name;
+    std::int32_t panel_columns;
+    // Whether products with bf16 weights want rows of bf16, padded with zero to an even depth.
+    bool rounds_rows;
+    // Rounds one row to bf16, padding included.
+    void (*round_row)(const float* row, std::int32_t depth, std::uint16_t* out);
     // sums [num_rows, panel_columns] = (start ? 0 : sums) + rows [num_rows, depth] . weights [depth, panel_columns].
-    // Each sum adds its products one by one in the order of depth, so it depends neither on the other rows nor on
-    // where depth is cut. `weights` point into a panel, at an even depth. At most max_block_rows rows.
-    void (*accumulate)(DType weight_type, const float* rows, std::size_t row_stride, std::int32_t num_rows,
+    // Each sum adds its products, or pairs of them, in the order of depth, so it depends neither on the other rows nor
+    // on where depth is cut. `weights` point into a panel, at an even depth. `rows` are fp32, `row_stride` apart, or
+    // see `rounds_rows`. At most max_block_rows rows.
+    void (*accumulate)(DType weight_type, const void* rows, std::size_t row_stride, std::int32_t num_rows,
                        const void* weights, std::int32_t depth, bool start, float* sums);
     // out [num_rows, num_columns] = sums + bias + residual; either may be null. `residual` lies like `out` and may be
     // it. `bias` has panel_columns.
@@ -56,6 +62,7 @@ extern const LinearKernel scalar_linear_kernel;
 #if defined(NEOFLEX_X86)
 extern const LinearKernel avx2_linear_kernel;
 extern const LinearKernel avx512_linear_kernel;
+extern const LinearKernel avx512_bf16_linear_kernel;
 #endif
 #if defined(NEOFLEX_NEON)
 extern const LinearKernel neon_linear_kernel;

@@ -49,15 +49,16 @@ struct Linear {
     WeightArena arena;
     PackedMatrix matrix;
 
-    Linear(const Matrix& weights, const std::optional<Vector>& bias, const std::string& dtype, bool gated)
-        : matrix(arena, weights.data(),
+    Linear(const Matrix& weights, const std::optional<Vector>& bias, const std::string& dtype, bool gated,
+           const std::string& instruction_set)
+        : matrix(choose_linear_kernel(instruction_set), arena, weights.data(),
                  vector_of(bias, static_cast<std::int32_t>(weights.shape(0)), "bias does not fit the weights"),
                  static_cast<std::int32_t>(weights.shape(0)), static_cast<std::int32_t>(weights.shape(1)),
                  dtype_named(dtype), gated) {}
 };
 
 void multiply(const Linear& linear, const Matrix& rows, const std::optional<Matrix>& residual, const OutMatrix& out,
-              ThreadPool& threads, const std::string& instruction_set) {
+              ThreadPool& threads) {
     const PackedMatrix& matrix = linear.matrix;
     const auto n = static_cast<std::int32_t>(rows.shape(0));
     matrix_of(rows, n, matrix.depth(), "rows do not fit the weights");
@@ -66,10 +67,10 @@ void multiply(const Linear& linear, const Matrix& rows, const std::optional<Matr
             "out does not fit");
     require(!residual || !matrix.gated(), "a gated product takes no residual");
     const float* added = residual ? matrix_of(*residual, n, matrix.num_outputs(), "residual does not fit") : nullptr;
-    const LinearKernel& kernel = choose_linear_kernel(instruction_set);
     nb::gil_scoped_release release;
     threads.resize();
-    Product(kernel, matrix).run({rows.data(), rows.shape(1), n}, added, out.data(), threads);
+    ProductResources resources{threads, {}};
+    Product(matrix, rows.data(), n, resources).run(added, out.data());
 }
 
 template <typename T>
@@ -175,12 +176,12 @@ void bind_linear(nb::module_& m) {
     // A process keeps one pool, and what computes on it, until it ends.
     nb::set_leak_warnings(false);
     nb::class_<Linear>(m, "PackedLinear", "One weight matrix, packed for products with few or many rows.")
-        .def(nb::init<const Matrix&, const std::optional<Vector>&, const std::string&, bool>(), "weights"_a,
-             "bias"_a.none(), "dtype"_a, "gated"_a,
+        .def(nb::init<const Matrix&, const std::optional<Vector>&, const std::string&, bool, const std::string&>(),
+             "weights"_a, "bias"_a.none(), "dtype"_a, "gated"_a, "instruction_set"_a,
              "Copies weights [out, in], rounded to `dtype`: fp32, fp16 or bf16. Where `gated`, the first half of the\n"
              "rows are gates of the second, and a product is silu(gate) * up.")
         .def_prop_ro("num_bytes", [](const Linear& self) { return self.matrix.num_bytes(); }, "Bytes held.")
-        .def("multiply", &multiply, "rows"_a, "residual"_a.none(), "out"_a, "threads"_a, "instruction_set"_a,
+        .def("multiply", &multiply, "rows"_a, "residual"_a.none(), "out"_a, "threads"_a,
              "out [n, num_outputs] = rows [n, in] . weights^T + bias + residual [n, num_outputs].");
     bind_decoder(m);
     m.def(

@@ -7,8 +7,8 @@ namespace {
 struct LinearNeon : Neon {
     // 24 of 32 registers hold sums.
     static constexpr int tile_rows = 6;
-    static constexpr int whole_panel_rows = 3;
-    static constexpr int tile_vectors = 4;
+    static constexpr int panel_columns = 16;
+    static constexpr bool rounds_rows = false;
 
     static Vec div(Vec a, Vec b) { return vdivq_f32(a, b); }
     static Vec load_first(const BFloat* pairs) { return vreinterpretq_f32_u32(vshlq_n_u32(load_pairs(pairs), 16)); }

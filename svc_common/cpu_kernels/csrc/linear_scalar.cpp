@@ -6,8 +6,8 @@ namespace {
 
 struct LinearScalar : Scalar {
     static constexpr int tile_rows = 1;
-    static constexpr int whole_panel_rows = 1;
-    static constexpr int tile_vectors = panel_columns;
+    static constexpr int panel_columns = 16;
+    static constexpr bool rounds_rows = false;
 
     static Vec div(Vec a, Vec b) { return a / b; }
     static Vec load_first(const BFloat* pair) { return to_float(pair[0]); }
