@@ -115,14 +115,15 @@ def main() -> None:
     once_s, twice_s = iteration_s(NUM_LAYERS), iteration_s(2 * NUM_LAYERS)
     layer_us = (twice_s - once_s) / NUM_LAYERS * 1e6
     rest_us = once_s * 1e6 - NUM_LAYERS * layer_us
+    total_us = once_s / NUM_LAYERS * 1e6
     rows = [
         Row(
             "overhead per layer",
-            once_s / NUM_LAYERS * 1e6 / TARGET_US,
+            total_us / TARGET_US,
             f"iteration / layers / {TARGET_US:g} us",
             1.0,
             at_least=False,
-            detail=f"{once_s / NUM_LAYERS * 1e6:.1f} us; {layer_us:.1f} us by each layer, {rest_us:.0f} us by each iteration",
+            detail=f"{total_us:.1f} us; {layer_us:.1f} us by each layer, {rest_us:.0f} us by each iteration",
         )
     ]
     about = (
