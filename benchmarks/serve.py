@@ -7,13 +7,14 @@ Systems take turns on the same prompts, round after round, so that a noisy machi
     small_gpu     the same with a tenth of the KV: what does not fit waits; only where a tenth holds a request
     asymmetric    a tenth of the KV in the "GPU" cache, the rest on the host; one core each to gpu_svc and cpu_attn_svc
 
-    python benchmarks/serve.py [--concurrency 1,8,32] [--rounds 3] [--dtype fp32] [--json FILE]
+gpu_only runs once in each type of `--dtypes`, the other stacks in the first; transformers computes in fp32.
+
+    python benchmarks/serve.py [--concurrency 1,8,32] [--rounds 3] [--dtypes fp32,auto] [--json FILE] [--publish]
 """
 
 import argparse
 import asyncio
 import json
-import platform
 import statistics
 import tempfile
 import time
@@ -23,6 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from results import Row, arguments, machine_name, publish
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -49,6 +51,23 @@ STACKS = {
     "small_gpu": Placement("gpu_only", 0.1, 0.0),
     "asymmetric": Placement("asymmetric", 0.1, 1.2),
 }
+
+
+# Types whose KV takes half as much; "auto" may, and gets room for fp32.
+HALF = ("bf16", "fp16")
+# Output tokens per second of gpu_only over those of transformers, by concurrent requests.
+TARGETS = {1: 1.7, 8: 2.2, 32: 1.8}
+
+
+@dataclass(frozen=True)
+class System:
+    """A stack in one compute type."""
+
+    stack: str
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.stack} {self.dtype}"
 
 
 @dataclass(frozen=True)
@@ -158,6 +177,14 @@ async def drive(local: LocalStack, prompts: list[list[int]], num_tokens: int) ->
     )
 
 
+def systems(dtypes: list[str], concurrency: int) -> list[System]:
+    """What takes turns with transformers."""
+    # Less than ten requests: a tenth of their KV would not hold one.
+    names = [name for name in STACKS if STACKS[name].gpu_share + STACKS[name].host_share >= 1 or concurrency > 10]
+    first = [System(name, dtypes[0]) for name in names]
+    return first + [System("gpu_only", dtype) for dtype in dtypes[1:]]
+
+
 def measure(args: argparse.Namespace) -> dict[int, dict[str, list[Round]]]:
     files = resolve(args.model)
     spec = read_spec(files)
@@ -166,18 +193,17 @@ def measure(args: argparse.Namespace) -> dict[int, dict[str, list[Round]]]:
     results: dict[int, dict[str, list[Round]]] = {}
     for concurrency in args.concurrency:
         prompts = torch.randint(100, spec.vocab_size, (concurrency, args.prompt_tokens), generator=generator).tolist()
-        kv_bytes = (
-            concurrency
-            * (args.prompt_tokens + args.new_tokens + 16)
-            * spec.kv_bytes_per_token(4 if args.dtype == "fp32" else 2)
-        )
-        # Less than ten requests: a tenth of their KV would not hold one.
-        names = [name for name in STACKS if STACKS[name].gpu_share + STACKS[name].host_share >= 1 or concurrency > 10]
-        rounds: dict[str, list[Round]] = {name: [] for name in ("transformers", *names)}
+        kv_bytes = concurrency * (args.prompt_tokens + args.new_tokens + 16) * spec.kv_bytes_per_token(4)
+        wanted = systems(args.dtypes, concurrency)
+        rounds: dict[str, list[Round]] = {name: [] for name in ("transformers", *map(str, wanted))}
         with ExitStack() as running_stacks:
             stacks = {
-                name: running_stacks.enter_context(running(STACKS[name], args.model, kv_bytes, args.dtype))
-                for name in names
+                str(system): running_stacks.enter_context(
+                    running(
+                        STACKS[system.stack], args.model, kv_bytes // (2 if system.dtype in HALF else 1), system.dtype
+                    )
+                )
+                for system in wanted
             }
             for stack in stacks.values():  # warm up
                 asyncio.run(drive(stack, [prompt[:8] for prompt in prompts], 4))
@@ -247,7 +273,7 @@ COLUMNS = (
 def report(results: dict[int, dict[str, list[Round]]], args: argparse.Namespace) -> dict[str, Summary]:
     """Prints a Markdown table; returns its rows."""
     console = Console(width=160)
-    console.print(f"{args.model}, {args.prompt_tokens} tokens in, {args.new_tokens} out, {args.dtype}; {machine()}")
+    console.print(f"{about(args)}; {machine_name()}")
     table = Table(box=box.MARKDOWN)
     for column in COLUMNS:
         table.add_column(column, justify="left" if column == "system" else "right")
@@ -261,23 +287,34 @@ def report(results: dict[int, dict[str, list[Round]]], args: argparse.Namespace)
     return summaries
 
 
-def machine() -> str:
-    """Processor and cores, as the kernel names them."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
-    return f"{name}, {torch.get_num_threads()} cores"
+def about(args: argparse.Namespace) -> str:
+    return f"{args.model}, {args.prompt_tokens} random tokens in, {args.new_tokens} out, all requests at once"
+
+
+def rows(summaries: dict[str, Summary], args: argparse.Namespace) -> list[Row]:
+    """gpu_only in each type beside transformers in fp32."""
+    return [
+        Row(
+            f"{concurrency} concurrent, {dtype}",
+            ours.ratio,
+            "gpu_only / transformers fp32, output tokens/s",
+            TARGETS.get(concurrency),
+            detail=f"{ours.tokens_per_s:.1f} / {summaries[f'transformers@{concurrency}'].tokens_per_s:.1f} tokens/s",
+        )
+        for concurrency in args.concurrency
+        for dtype in args.dtypes
+        for ours in (summaries[f"{System('gpu_only', dtype)}@{concurrency}"],)
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Throughput and latency beside transformers, in one run.")
+    parser = arguments("Throughput and latency beside transformers, in one run.")
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--concurrency", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8, 32])
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of the stacks; transformers computes in fp32"
-    )
+    parser.add_argument("--dtypes", type=lambda text: text.split(","), default=["fp32", "auto"], help="of the stacks")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     results = measure(args)
@@ -287,13 +324,15 @@ def main() -> None:
         args.json.write_text(
             json.dumps(
                 {
-                    "machine": machine(),
+                    "machine": machine_name(),
                     "summary": {key: asdict(value) for key, value in summaries.items()},
                     "rounds": raw,
                 },
                 indent=1,
             )
         )
+    text = f"{about(args)}; medians of {args.rounds} rounds in which the systems take turns. Real services, device cpu."
+    publish("serve", "Serving beside transformers", "make bench-serve", text, rows(summaries, args), args.publish)
 
 
 if __name__ == "__main__":

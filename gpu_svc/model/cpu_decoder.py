@@ -88,10 +88,10 @@ class CpuDecoder:
 
     def pre_attention(self, layer: int, hidden: Tensor, workspace: Workspace) -> None:
         cos, sin, qkv = _address(workspace.cos), _address(workspace.sin), _address(workspace.qkv)
-        self._native.pre_attention(layer, _address(hidden), cos, sin, len(hidden), qkv)
+        self._native.pre_attention(layer, _address(hidden), cos, sin, hidden.shape[0], qkv)
 
     def post_attention(self, layer: int, attention: Tensor, hidden: Tensor) -> Tensor:
-        self._native.post_attention(layer, _address(attention), len(hidden), _address(hidden))
+        self._native.post_attention(layer, _address(attention), hidden.shape[0], _address(hidden))
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
