@@ -11,8 +11,10 @@ from support.gpu import VARIANTS, Driver, load_decoder, load_torch_decoder, save
 from support.reference import Reference, Verdict, load_transformers
 
 from gpu_svc.model.checkpoint import CheckpointError, open_model
+from gpu_svc.model.cpu_decoder import CpuDecoder
 from gpu_svc.model.decoder import Decoder
 from gpu_svc.model.load import load_weights
+from svc_common.cpu_kernels import runnable_linear_instruction_sets
 from svc_common.model.store import ModelFiles
 from svc_common.plan import SubBatch
 
@@ -54,6 +56,21 @@ def test_logits_equal_transformers(
     with torch.inference_mode():
         expected = load_transformers(files)(torch.tensor([PROMPT])).logits[0]
     torch.testing.assert_close(dense_logits(load(files), PROMPT), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("instruction_set", runnable_linear_instruction_sets())
+@pytest.mark.parametrize("variant", ["llama-tied", "llama-biases", "qwen3"])
+def test_every_instruction_set_gives_the_same_logits(
+    variant: str, instruction_set: str, checkpoint: Callable[[str], ModelFiles]
+) -> None:
+    torch_decoder = load_torch_decoder(checkpoint(variant))
+    spec, weights = torch_decoder.spec, torch_decoder.weights
+    head = None if spec.tie_embeddings else weights.head
+    decoder = CpuDecoder(
+        spec, torch.float32, weights.embedding, weights.layers, weights.final_norm, head, instruction_set
+    )
+    expected = dense_logits(torch_decoder, PROMPT)
+    torch.testing.assert_close(dense_logits(decoder, PROMPT), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

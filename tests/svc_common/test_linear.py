@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cpu_attention import decode, encode
 
-from svc_common.cpu_kernels import PackedLinear, ThreadPool, runnable_linear_instruction_sets
+from svc_common.cpu_kernels import PackedLinear, ThreadPool, argmax_rows, runnable_linear_instruction_sets
 
 Array = npt.NDArray[np.float32]
 
@@ -147,6 +147,28 @@ def test_nan_and_infinity_pass_to_their_row_and_column_only(instruction_set: str
     want = np.zeros((15, 70))
     want[3], want[7], want[:, 40] = np.inf, np.nan, np.nan
     assert np.array_equal(np.where(np.isfinite(actual), 0, actual), want, equal_nan=True)
+
+
+@pytest.mark.parametrize("width", [1, 5, 16, 511, 512, 513, 1040, 49152])
+def test_argmax_finds_the_first_of_the_largest(instruction_set: str, width: int) -> None:
+    rows = np.round(noise(9, width) * 2)
+    rows[1], rows[2] = -np.inf, np.float32(3.0)
+    rows[3, width // 2] = np.inf
+    rows[4, -1] = np.nan
+    rows[5, 0], rows[5, -1] = np.nan, 100.0
+    rows[6] = -np.abs(rows[6]) - 5
+    rows[7, : width - 1] = -np.inf
+    places, maxima = np.full(9, -1, np.int64), np.zeros(9, np.float32)
+    for pool in THREADS:
+        argmax_rows(rows, places, maxima, pool, instruction_set)
+        np.testing.assert_array_equal(maxima, rows.max(axis=1))
+        numbers = ~np.isnan(maxima)
+        np.testing.assert_array_equal(places[numbers], rows.argmax(axis=1)[numbers])
+
+
+def test_argmax_refuses_what_does_not_fit() -> None:
+    with pytest.raises(ValueError, match="do not fit the rows"):
+        argmax_rows(noise(2, 3), np.zeros(3, np.int64), np.zeros(2, np.float32), THREADS[0], "auto")
 
 
 def test_bytes_count_the_padding_of_panels() -> None:

@@ -52,7 +52,9 @@ void store_gated(const float* sums, std::int32_t num_rows, std::int32_t num_colu
                  std::size_t out_stride) {
     constexpr std::int32_t half = S::panel_columns / 2;
     for (std::int32_t r = 0; r < num_rows; ++r, sums += S::panel_columns) {
-        float gated[half];
+        float* row = out + r * out_stride;
+        float last[half];
+        float* gated = num_columns == half ? row : last;
         for (std::int32_t c = 0; c < half; c += S::width) {
             auto gate = S::load(sums + c);
             auto up = S::load(sums + half + c);
@@ -62,8 +64,8 @@ void store_gated(const float* sums, std::int32_t num_rows, std::int32_t num_colu
             }
             S::store(gated + c, S::mul(silu<S>(gate), up));
         }
-        float* row = out + r * out_stride;
-        for (std::int32_t c = 0; c < num_columns; ++c) row[c] = gated[c];
+        if (gated == last)
+            for (std::int32_t c = 0; c < num_columns; ++c) row[c] = last[c];
     }
 }
 
@@ -128,6 +130,42 @@ void rotate(const HeadRows& heads, float* row, std::int32_t begin, std::int32_t 
         if (norm != nullptr) normalise<S>(head, heads.head_dim, norm, heads.norm_eps, head);
         rotate_head<S>(head, heads.rotary_dim / 2, cos, sin);
     }
+}
+
+// The first place of a row's largest element, and that element: NaN where any is.
+template <typename S>
+std::int32_t argmax(const float* row, std::int32_t width, float* maximum) {
+    constexpr std::int32_t block = 16 * max_panel_columns;
+    const float lowest = -__builtin_inff();
+    auto nan = S::zero();
+    float nan_in_tail = 0.0f;
+    float best = lowest;
+    std::int32_t best_block = 0;
+    for (std::int32_t begin = 0; begin < width; begin += block) {
+        const std::int32_t end = width - begin < block ? width : begin + block;
+        auto largest = S::set(lowest);
+        std::int32_t i = begin;
+        for (; i + S::width <= end; i += S::width) {
+            const auto x = S::load(row + i);
+            largest = S::max(largest, x);
+            // Between -1 and 1, or NaN: so is the sum of them. max() gives its second argument where one is NaN.
+            nan = S::add(nan, S::max(S::set(-1.0f), S::sub(S::zero(), S::max(S::set(-1.0f), x))));
+        }
+        float block_best = S::reduce_max(largest);
+        for (; i < end; ++i) {
+            if (row[i] > block_best) block_best = row[i];
+            if (row[i] != row[i]) nan_in_tail = row[i];
+        }
+        if (block_best > best) {
+            best = block_best;
+            best_block = begin;
+        }
+    }
+    const float sum = S::reduce_add(nan) + nan_in_tail;
+    *maximum = sum != sum ? sum : best;
+    for (std::int32_t i = best_block; i < width; ++i)
+        if (row[i] == best) return i;
+    return 0;
 }
 
 }  // namespace

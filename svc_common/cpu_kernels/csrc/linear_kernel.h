@@ -56,6 +56,8 @@ struct LinearKernel {
     // row's, [rotary_dim / 2].
     void (*rotate)(const HeadRows&, float* row, std::int32_t begin, std::int32_t end, const float* cos,
                    const float* sin);
+    // The first place of the largest element of row [width], which goes to `maximum`; that is NaN where any element is.
+    std::int32_t (*argmax)(const float* row, std::int32_t width, float* maximum);
 };
 
 extern const LinearKernel scalar_linear_kernel;

@@ -6,7 +6,6 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <memory>
 #include <optional>
 
 #include "decoder_linear.h"
@@ -71,6 +70,25 @@ void multiply(const Linear& linear, const Matrix& rows, const std::optional<Matr
     threads.resize();
     ProductResources resources{threads, {}};
     Product(matrix, rows.data(), n, resources).run(added, out.data());
+}
+
+using Tokens = nb::ndarray<std::int64_t, nb::shape<-1>, nb::c_contig, nb::device::cpu>;
+using OutVector = nb::ndarray<float, nb::shape<-1>, nb::c_contig, nb::device::cpu>;
+
+void argmax_rows(const Matrix& rows, const Tokens& places, const OutVector& maxima, ThreadPool& threads,
+                 const std::string& instruction_set) {
+    const std::size_t n = rows.shape(0);
+    const std::size_t width = rows.shape(1);
+    require(width > 0 && places.shape(0) == n && maxima.shape(0) == n, "places and maxima do not fit the rows");
+    const LinearKernel& kernel = choose_linear_kernel(instruction_set);
+    const float* data = rows.data();
+    std::int64_t* to_places = places.data();
+    float* to_maxima = maxima.data();
+    nb::gil_scoped_release release;
+    threads.resize();
+    threads.run(static_cast<std::uint32_t>(n), n * width >= 100'000, [&](std::uint32_t row, int) {
+        to_places[row] = kernel.argmax(data + row * width, static_cast<std::int32_t>(width), to_maxima + row);
+    });
 }
 
 template <typename T>
@@ -184,6 +202,9 @@ void bind_linear(nb::module_& m) {
         .def("multiply", &multiply, "rows"_a, "residual"_a.none(), "out"_a, "threads"_a,
              "out [n, num_outputs] = rows [n, in] . weights^T + bias + residual [n, num_outputs].");
     bind_decoder(m);
+    m.def("argmax_rows", &argmax_rows, "rows"_a, "places"_a, "maxima"_a, "threads"_a, "instruction_set"_a,
+          "places [n] = the first place of the largest element of each of rows [n, width], maxima [n] = that element,\n"
+          "or NaN where the row has one.");
     m.def(
         "runnable_linear_instruction_sets",
         [] {
