@@ -84,10 +84,11 @@ class CpuDecoder:
         return hidden
 
     def workspace(self, positions: Tensor) -> Workspace:
-        return Workspace.make(self.spec, *self._rotary.cos_sin(positions, self.dtype))
+        cos, sin = self._rotary.cos_sin(positions, self.dtype)
+        return Workspace.make(self.spec, cos.contiguous(), sin.contiguous())
 
     def pre_attention(self, layer: int, hidden: Tensor, workspace: Workspace) -> None:
-        cos, sin, qkv = _address(workspace.cos), _address(workspace.sin), _address(workspace.qkv)
+        cos, sin, qkv = workspace.cos.data_ptr(), workspace.sin.data_ptr(), workspace.qkv.data_ptr()
         self._native.pre_attention(layer, _address(hidden), cos, sin, hidden.shape[0], qkv)
 
     def post_attention(self, layer: int, attention: Tensor, hidden: Tensor) -> Tensor:
