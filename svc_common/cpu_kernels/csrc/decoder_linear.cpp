@@ -40,8 +40,11 @@ void DecoderLinear::set_vocabulary(const float* embedding, const float* head, co
                                    std::int32_t vocab_size) {
     vocab_size_ = vocab_size;
     final_norm_ = copied(final_norm, shape_.hidden_size);
-    embedding_.emplace(kernel_, arena_, embedding, nullptr, vocab_size, shape_.hidden_size, weight_type_, false);
-    if (head != nullptr) head_.emplace(kernel_, arena_, head, nullptr, vocab_size, shape_.hidden_size, weight_type_, false);
+    const auto pack = [&](const float* weights) {
+        return PackedMatrix(kernel_, arena_, weights, nullptr, vocab_size, shape_.hidden_size, weight_type_, false);
+    };
+    embedding_.emplace(pack(embedding));
+    if (head != nullptr) head_.emplace(pack(head));
 }
 
 std::size_t DecoderLinear::num_bytes() const {

@@ -42,8 +42,12 @@ void store(const float* sums, std::int32_t num_rows, std::int32_t num_columns, c
             if (residual != nullptr) x = S::add(x, S::load(residual + row + c));
             S::store(out + row + c, x);
         }
-        for (; c < num_columns; ++c)
-            out[row + c] = sums[c] + (bias != nullptr ? bias[c] : 0.0f) + (residual != nullptr ? residual[row + c] : 0.0f);
+        for (; c < num_columns; ++c) {
+            float x = sums[c];
+            if (bias != nullptr) x += bias[c];
+            if (residual != nullptr) x += residual[row + c];
+            out[row + c] = x;
+        }
     }
 }
 

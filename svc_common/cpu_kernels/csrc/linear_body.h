@@ -164,21 +164,19 @@ void accumulate_rows(const X* rows, std::size_t row_stride, std::int32_t num_row
 template <typename S>
 void accumulate(DType weight_type, const void* rows, std::size_t row_stride, std::int32_t num_rows,
                 const void* weights, std::int32_t depth, bool start, float* sums) {
+    const auto run = [&]<typename X, typename W>(const X* typed_rows, std::size_t stride, const W* typed_weights) {
+        accumulate_rows<S>(typed_rows, stride, num_rows, typed_weights, depth, start, sums);
+    };
     const auto* wide = static_cast<const float*>(rows);
     switch (weight_type) {
-        case DType::fp32:
-            return accumulate_rows<S>(wide, row_stride, num_rows, static_cast<const float*>(weights), depth, start, sums);
-        case DType::fp16:
-            return accumulate_rows<S>(wide, row_stride, num_rows, static_cast<const Half*>(weights), depth, start, sums);
-        case DType::bf16: {
-            const auto* narrow = static_cast<const BFloat*>(weights);
+        case DType::fp32: return run(wide, row_stride, static_cast<const float*>(weights));
+        case DType::fp16: return run(wide, row_stride, static_cast<const Half*>(weights));
+        case DType::bf16:
             if constexpr (S::rounds_rows) {
-                const auto* pairs = static_cast<const Pair*>(rows);
-                return accumulate_rows<S>(pairs, row_stride / 2, num_rows, narrow, depth, start, sums);
+                return run(static_cast<const Pair*>(rows), row_stride / 2, static_cast<const BFloat*>(weights));
             } else {
-                return accumulate_rows<S>(wide, row_stride, num_rows, narrow, depth, start, sums);
+                return run(wide, row_stride, static_cast<const BFloat*>(weights));
             }
-        }
     }
 }
 

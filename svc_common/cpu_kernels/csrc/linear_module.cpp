@@ -131,8 +131,8 @@ void set_vocabulary(DecoderLinear& decoder, const Matrix& embedding, const std::
 
 void bind_decoder(nb::module_& m) {
     nb::class_<DecoderLinear>(m, "DecoderLinear",
-                              "The linear part of a decoder. Activations are fp32, in dense rows, and come as addresses\n"
-                              "of memory that the caller has checked: this is called twice per layer.")
+                              "The linear part of a decoder. Activations are fp32, in dense rows, and come as\n"
+                              "addresses of memory that the caller has checked: this is called twice per layer.")
         .def(
             "__init__",
             [](DecoderLinear* self, std::int32_t hidden_size, std::int32_t intermediate_size, std::int32_t num_q_heads,
@@ -157,7 +157,8 @@ void bind_decoder(nb::module_& m) {
             [](DecoderLinear& self, std::uintptr_t token_ids, std::int32_t n, std::uintptr_t hidden) {
                 const auto* ids = pointer<const std::int64_t>(token_ids);
                 for (std::int32_t i = 0; i < n; ++i)
-                    if (ids[i] < 0 || ids[i] >= self.vocab_size()) throw nb::index_error("token id outside the vocabulary");
+                    if (ids[i] < 0 || ids[i] >= self.vocab_size())
+                        throw nb::index_error("token id outside the vocabulary");
                 nb::gil_scoped_release release;
                 self.embed(ids, n, pointer<float>(hidden));
             },
