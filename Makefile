@@ -10,7 +10,7 @@ SOURCES := $(PACKAGES) tests benchmarks
 BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints.txt \
 	$(shell find proto svc_common cpu_attn_svc \( -name '*.proto' -o -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt \) 2>/dev/null)
 
-.PHONY: help demo test lint types imports protos format model unit integration bench-serve bench-kernel sanitize bench-hop bench-overlap clean
+.PHONY: help demo test lint types imports protos format model unit integration bench-serve bench-kernel sanitize bench-hop bench-overlap bench-executor clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 
@@ -50,6 +50,9 @@ sanitize: $(VENV)/.dev ## C++ tests under the address, undefined-behaviour and t
 format: $(VENV)/.dev ## Rewrite the source in the project's style
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
+
+bench-executor: $(VENV)/.dev ## What Python and launches cost per layer
+	$(BIN)/python benchmarks/executor.py
 
 bench-serve: $(VENV)/.dev model ## Throughput and latency, beside transformers
 	$(BIN)/python benchmarks/serve.py

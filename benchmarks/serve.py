@@ -7,25 +7,24 @@ Systems take turns on the same prompts, round after round, so that a noisy machi
     small_gpu     the same with a tenth of the KV: what does not fit waits; only where a tenth holds a request
     asymmetric    a tenth of the KV in the "GPU" cache, the rest on the host; one core each to gpu_svc and cpu_attn_svc
 
-    python benchmarks/serve.py [--concurrency 1,8,32] [--rounds 3] [--dtype fp32] [--json FILE]
+gpu_only runs once in each type of `--dtypes`, the other stacks in the first; transformers computes in fp32.
+
+    python benchmarks/serve.py [--concurrency 1,8,32] [--rounds 3] [--dtypes fp32,auto] [--json FILE] [--publish]
 """
 
 import argparse
 import asyncio
 import json
-import platform
-import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from rich import box
-from rich.console import Console
-from rich.table import Table
+from results import arguments, machine_name, publish
+from serve_report import Round, System, about, report, rows
 from transformers import AutoModelForCausalLM, PreTrainedModel, StoppingCriteriaList
 
 from neoflex import AsyncClient
@@ -49,24 +48,6 @@ STACKS = {
     "small_gpu": Placement("gpu_only", 0.1, 0.0),
     "asymmetric": Placement("asymmetric", 0.1, 1.2),
 }
-
-
-@dataclass(frozen=True)
-class Round:
-    """One system, one concurrency, one round. Seconds."""
-
-    tokens_per_s: float
-    ttft_s: tuple[float, ...]
-    tpot_s: tuple[float, ...]
-    executor_busy: float | None = None
-    """Share of the wall time the executor spent in iterations."""
-    asymmetric_iterations: float | None = None
-    """Share of iterations with attention on the CPU."""
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """Nearest-rank percentile of unsorted values."""
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
 class Transformers:
@@ -158,26 +139,36 @@ async def drive(local: LocalStack, prompts: list[list[int]], num_tokens: int) ->
     )
 
 
+def systems(dtypes: list[str], concurrency: int) -> list[System]:
+    """What takes turns with transformers."""
+    # Less than ten requests: a tenth of their KV would not hold one.
+    names = [name for name in STACKS if STACKS[name].gpu_share + STACKS[name].host_share >= 1 or concurrency > 10]
+    first = [System(name, dtypes[0]) for name in names]
+    return first + [System("gpu_only", dtype) for dtype in dtypes[1:]]
+
+
 def measure(args: argparse.Namespace) -> dict[int, dict[str, list[Round]]]:
     files = resolve(args.model)
     spec = read_spec(files)
     transformers = Transformers(files)
     generator = torch.Generator().manual_seed(0)
+
+    def token_bytes(dtype: str) -> int:
+        """KV of a token; "auto" may choose the narrow type, and gets room for the wide one."""
+        return spec.kv_bytes_per_token(2 if dtype in ("bf16", "fp16") else 4)
+
     results: dict[int, dict[str, list[Round]]] = {}
     for concurrency in args.concurrency:
         prompts = torch.randint(100, spec.vocab_size, (concurrency, args.prompt_tokens), generator=generator).tolist()
-        kv_bytes = (
-            concurrency
-            * (args.prompt_tokens + args.new_tokens + 16)
-            * spec.kv_bytes_per_token(4 if args.dtype == "fp32" else 2)
-        )
-        # Less than ten requests: a tenth of their KV would not hold one.
-        names = [name for name in STACKS if STACKS[name].gpu_share + STACKS[name].host_share >= 1 or concurrency > 10]
-        rounds: dict[str, list[Round]] = {name: [] for name in ("transformers", *names)}
+        num_kv_tokens = concurrency * (args.prompt_tokens + args.new_tokens + 16)
+        wanted = systems(args.dtypes, concurrency)
+        rounds: dict[str, list[Round]] = {name: [] for name in ("transformers", *map(str, wanted))}
         with ExitStack() as running_stacks:
             stacks = {
-                name: running_stacks.enter_context(running(STACKS[name], args.model, kv_bytes, args.dtype))
-                for name in names
+                str(system): running_stacks.enter_context(
+                    running(STACKS[system.stack], args.model, num_kv_tokens * token_bytes(system.dtype), system.dtype)
+                )
+                for system in wanted
             }
             for stack in stacks.values():  # warm up
                 asyncio.run(drive(stack, [prompt[:8] for prompt in prompts], 4))
@@ -189,95 +180,14 @@ def measure(args: argparse.Namespace) -> dict[int, dict[str, list[Round]]]:
     return results
 
 
-@dataclass(frozen=True)
-class Summary:
-    """Medians over rounds; latencies over all requests of all rounds. Seconds."""
-
-    ratio: float
-    """Tokens per second over those of transformers."""
-    tokens_per_s: float
-    ttft_p50_s: float
-    ttft_p95_s: float
-    tpot_p50_s: float
-    tpot_p95_s: float
-    executor_busy: float | None
-    asymmetric_iterations: float | None
-
-    @classmethod
-    def of(cls, rounds: list[Round], baseline: float) -> "Summary":
-        ttft = [value for r in rounds for value in r.ttft_s]
-        tpot = [value for r in rounds for value in r.tpot_s]
-        rate = statistics.median(r.tokens_per_s for r in rounds)
-        busy = [r.executor_busy for r in rounds if r.executor_busy is not None]
-        asymmetric = [r.asymmetric_iterations for r in rounds if r.asymmetric_iterations is not None]
-        return cls(
-            rate / baseline,
-            rate,
-            percentile(ttft, 0.5),
-            percentile(ttft, 0.95),
-            percentile(tpot, 0.5),
-            percentile(tpot, 0.95),
-            statistics.median(busy) if busy else None,
-            statistics.median(asymmetric) if asymmetric else None,
-        )
-
-    def cells(self) -> list[str]:
-        shares = ("" if share is None else f"{share:.0%}" for share in (self.executor_busy, self.asymmetric_iterations))
-        return [
-            f"{self.ratio:.2f}",
-            f"{self.tokens_per_s:.1f}",
-            f"{self.ttft_p50_s:.2f} / {self.ttft_p95_s:.2f}",
-            f"{1e3 * self.tpot_p50_s:.0f} / {1e3 * self.tpot_p95_s:.0f}",
-            *shares,
-        ]
-
-
-COLUMNS = (
-    "requests",
-    "system",
-    "x transformers",
-    "tokens/s",
-    "TTFT p50 / p95, s",
-    "TPOT p50 / p95, ms",
-    "executor busy",
-    "iterations with CPU attention",
-)
-
-
-def report(results: dict[int, dict[str, list[Round]]], args: argparse.Namespace) -> dict[str, Summary]:
-    """Prints a Markdown table; returns its rows."""
-    console = Console(width=160)
-    console.print(f"{args.model}, {args.prompt_tokens} tokens in, {args.new_tokens} out, {args.dtype}; {machine()}")
-    table = Table(box=box.MARKDOWN)
-    for column in COLUMNS:
-        table.add_column(column, justify="left" if column == "system" else "right")
-    summaries: dict[str, Summary] = {}
-    for concurrency, rounds in results.items():
-        baseline = statistics.median(r.tokens_per_s for r in rounds["transformers"])
-        for system, of_system in rounds.items():
-            summary = summaries[f"{system}@{concurrency}"] = Summary.of(of_system, baseline)
-            table.add_row(str(concurrency), system, *summary.cells())
-    console.print(table)
-    return summaries
-
-
-def machine() -> str:
-    """Processor and cores, as the kernel names them."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
-    return f"{name}, {torch.get_num_threads()} cores"
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Throughput and latency beside transformers, in one run.")
+    parser = arguments("Throughput and latency beside transformers, in one run.")
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--concurrency", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8, 32])
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of the stacks; transformers computes in fp32"
-    )
+    parser.add_argument("--dtypes", type=lambda text: text.split(","), default=["fp32", "auto"], help="of the stacks")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     results = measure(args)
@@ -287,13 +197,15 @@ def main() -> None:
         args.json.write_text(
             json.dumps(
                 {
-                    "machine": machine(),
+                    "machine": machine_name(),
                     "summary": {key: asdict(value) for key, value in summaries.items()},
                     "rounds": raw,
                 },
                 indent=1,
             )
         )
+    text = f"{about(args)}; medians of {args.rounds} rounds in which the systems take turns. Real services, device cpu."
+    publish("serve", "Serving beside transformers", "make bench-serve", text, rows(summaries, args), args.publish)
 
 
 if __name__ == "__main__":

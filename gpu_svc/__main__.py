@@ -11,8 +11,7 @@ from gpu_svc.dtypes import DTYPES, choose_compute_dtype, dtype_name
 from gpu_svc.executor import Executor
 from gpu_svc.kv_cache import KvShape
 from gpu_svc.model.checkpoint import CheckpointError, open_model
-from gpu_svc.model.decoder import Decoder
-from gpu_svc.model.load import load_weights
+from gpu_svc.model.load import load_decoder
 from gpu_svc.servicer import ExecutorServicer
 from neoflex.v1 import executor_pb2, executor_pb2_grpc
 from svc_common.config import Config, ConfigError, load_from_argv
@@ -82,7 +81,7 @@ def make_executor(config: Config) -> Executor:
     files = resolve(config.model.source)
     spec, checkpoint = open_model(files)
     dtype = choose_compute_dtype(config.gpu.dtype, spec, device)
-    decoder = Decoder(spec, load_weights(checkpoint, spec, DTYPES[dtype], device))
+    decoder = load_decoder(checkpoint, spec, DTYPES[dtype], device)
     kv_dtype = DTYPES[dtype if config.kv.dtype == "auto" else config.kv.dtype]
     shape = KvShape.of(spec, config.kv.block_tokens, kv_dtype)
     check_kv_sizes(config, shape.block_bytes, _memory_bytes(device))

@@ -44,7 +44,7 @@ class Executor:
         """`gpu_kv_bytes` caps the GPU's KV cache."""
         self.decoder = decoder
         self.kv_shape = kv_shape
-        self.weight_bytes = decoder.weights.num_bytes
+        self.weight_bytes = decoder.weight_bytes
         self.last_epoch = 0
         self._gpu_kv_cap_bytes = gpu_kv_bytes
         self._epoch: Epoch | None = None

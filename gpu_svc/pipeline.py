@@ -27,26 +27,29 @@ class Stage:
         self._decoder = decoder
         self._cache = cache
         self._host = host
-        self._rotary = decoder.rotary(batch.positions)
         spec = decoder.spec
         self.hidden = decoder.embed(batch.token_ids)  # [n, hidden_size]
-        self._q = self._kv = torch.empty(0)  # [n, num_q_heads, head_dim], [n, 2, num_kv_heads, head_dim]
+        self._workspace = decoder.workspace(batch.positions)
+        self._q, self._kv = self._workspace.q, self._workspace.kv
         self._attended = torch.empty(
             (batch.num_tokens, spec.num_q_heads, spec.head_dim), dtype=decoder.dtype, device=decoder.device
         )
+        # Views of these, made once: each layer writes into the same memory.
+        self._gpu_q, self._gpu_attended = (part[batch.gpu_decode_rows] for part in (self._q, self._attended))
+        self._has_gpu_kv = bool(len(batch.gpu_kv_places))
+        self._has_cpu_decodes = host is not None and bool(len(batch.cpu_work))
 
     def pre_attention(self, layer: int) -> None:
         """Computes q, k and v, and stores k and v of tokens whose sequence is on the GPU."""
         batch = self.batch
-        self._q, self._kv = self._decoder.pre_attention(layer, self.hidden, self._rotary)
-        if len(batch.gpu_kv_places):
+        self._decoder.pre_attention(layer, self.hidden, self._workspace)
+        if self._has_gpu_kv:
             self._cache.write(layer, batch.gpu_kv_places, self._kv[batch.gpu_kv_tokens])
 
     def submit(self) -> None:
         """Hands the CPU its decodes; it stores their k and v itself."""
-        batch = self.batch
-        if self._host and len(batch.cpu_work):
-            self._host.submit(batch.cpu_work.slot, self._q, self._kv, batch.cpu_decode_rows)
+        if self._host and self._has_cpu_decodes:
+            self._host.submit(self.batch.cpu_work.slot, self._q, self._kv, self.batch.cpu_decode_rows)
 
     def attend_prefills(self, layer: int) -> None:
         """Chunks of host sequences leave their K and V in the host pool, layer by layer, none on the GPU."""
@@ -61,16 +64,13 @@ class Stage:
             chunk.attention.run_on_host(q, self._host.blocks[layer], kv, out)
 
     def attend_decodes(self, layer: int) -> None:
-        batch = self.batch
-        if batch.gpu_decode is not None:
-            rows = batch.gpu_decode_rows
-            batch.gpu_decode.run(self._q[rows], self._cache.blocks[layer], self._attended[rows])
+        if self.batch.gpu_decode is not None:
+            self.batch.gpu_decode.run(self._gpu_q, self._cache.blocks[layer], self._gpu_attended)
 
     def wait(self) -> None:
         """Until the CPU has attended what was submitted last."""
-        batch = self.batch
-        if self._host and len(batch.cpu_work):
-            self._host.wait(batch.cpu_work.slot, self._attended, batch.cpu_decode_rows)
+        if self._host and self._has_cpu_decodes:
+            self._host.wait(self.batch.cpu_work.slot, self._attended, self.batch.cpu_decode_rows)
 
     def post_attention(self, layer: int) -> None:
         self.hidden = self._decoder.post_attention(layer, self._attended, self.hidden)

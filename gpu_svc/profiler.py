@@ -20,7 +20,7 @@ from gpu_svc.batch import BatchBuilder
 from gpu_svc.host_tier import CpuWork, HostTier
 from gpu_svc.kv_cache import GpuKvCache, copy_blocks
 from gpu_svc.limits import Int32Array, Limits
-from gpu_svc.model.decoder import Decoder
+from gpu_svc.model.decoder import Decoder, Workspace
 from gpu_svc.pipeline import Stage
 from gpu_svc.sampling import SamplingRows, sample
 from gpu_svc.sequences import SequenceTable
@@ -80,16 +80,14 @@ class Profiler:
         layers = cycle(range(spec.num_layers))
         for num_tokens in _steps(1, self.limits.max_batch_tokens, 2):
             hidden = self._noise(num_tokens, spec.hidden_size)
-            rotary = self.decoder.rotary(torch.arange(num_tokens, device=self.decoder.device))
+            workspace = self.decoder.workspace(torch.arange(num_tokens, device=self.decoder.device))
             attended = self._noise(num_tokens, spec.num_q_heads, spec.head_dim)
 
-            yield num_tokens, self._least_s(partial(self._run_linear, hidden, rotary, attended, layers))
+            yield num_tokens, self._least_s(partial(self._run_linear, hidden, workspace, attended, layers))
 
-    def _run_linear(
-        self, hidden: Tensor, rotary: tuple[Tensor, Tensor], attended: Tensor, layers: Iterator[int]
-    ) -> None:
+    def _run_linear(self, hidden: Tensor, workspace: Workspace, attended: Tensor, layers: Iterator[int]) -> None:
         layer = next(layers)
-        self.decoder.pre_attention(layer, hidden, rotary)
+        self.decoder.pre_attention(layer, hidden, workspace)
         self.decoder.post_attention(layer, attended, hidden)
 
     def _prefill(self) -> Iterator[tuple[int, int, float]]:

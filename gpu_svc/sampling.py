@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpu_svc.philox import uniforms
+from gpu_svc.threads import cpu_threads
+from svc_common.cpu_kernels import argmax_rows
 
 _RUN_TOKENS = 256
 # Most nuclei are small; a sort of the whole vocabulary, tried last, costs as much as many layers.
@@ -46,16 +48,25 @@ class RowLogprobs:
 
 def sample(logits: Tensor, rows: SamplingRows) -> tuple[NDArray[np.int64], tuple[RowLogprobs, ...]]:
     """logits [n, vocab_size], fp32 -> token ids [n], and log-probabilities of the rows that want them."""
-    maxima, greedy = logits.max(dim=-1)
+    maxima, tokens = _best(logits)
     if not bool(torch.isfinite(maxima).all()):
         bad = torch.nonzero(~torch.isfinite(maxima)).flatten().tolist()
         raise NonFiniteLogitsError(f"logits of rows {bad} are not finite")
-    tokens: NDArray[np.int64] = greedy.cpu().numpy()
     drawn = np.flatnonzero(rows.temperature > 0)
     if len(drawn):
         tokens[drawn] = _draw(logits, maxima, rows, drawn)
     wanting = np.flatnonzero(rows.num_logprobs >= 0)
     return tokens, _logprobs(logits, tokens, rows, wanting) if len(wanting) else ()
+
+
+def _best(logits: Tensor) -> tuple[Tensor, NDArray[np.int64]]:
+    """The largest logit of each row, NaN where a row has one, and its token."""
+    if logits.device.type == "cpu":
+        tokens, maxima = np.empty(len(logits), np.int64), np.empty(len(logits), np.float32)
+        argmax_rows(logits.numpy(), tokens, maxima, cpu_threads(), "auto")
+        return torch.from_numpy(maxima), tokens
+    largest, places = logits.max(dim=-1)
+    return largest, places.cpu().numpy()
 
 
 def _draw(logits: Tensor, maxima: Tensor, rows: SamplingRows, drawn: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -183,12 +183,10 @@ class SequenceTable:
         num_tokens = sum(batch.num_tokens for batch in batches)
         if num_tokens > self._limits.max_batch_tokens:
             raise InvalidPlanError(f"{num_tokens} tokens in an iteration; at most {self._limits.max_batch_tokens}")
-        seen: set[int] = set()
+        ids = [sequence_id for batch in batches for sequence_id in _ids(batch)]
+        if len(set(ids)) < len(ids):
+            raise InvalidPlanError(f"sequence {max(ids, key=ids.count)} appears twice")
         for batch in batches:
-            for sequence_id in _ids(batch):
-                if sequence_id in seen:
-                    raise InvalidPlanError(f"sequence {sequence_id} appears twice")
-                seen.add(sequence_id)
             for chunk in batch.prefills:
                 self._check_chunk(chunk)
             self._check_decodes(batch.gpu_decodes, Tier.GPU)
@@ -230,7 +228,10 @@ class SequenceTable:
 
     def slots(self, sequence_ids: Iterable[int]) -> Slots:
         """[n] rows of known sequences. Raises InvalidPlanError."""
-        return np.array([self._slot(sequence_id) for sequence_id in sequence_ids], np.int64)
+        try:
+            return np.array([*map(self.slot_of.__getitem__, sequence_ids)], np.int64)
+        except KeyError as error:
+            raise InvalidPlanError(f"sequence {error.args[0]} is not known") from None
 
     # --- progress
 

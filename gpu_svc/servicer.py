@@ -72,7 +72,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         shape = executor.kv_shape
         response = pb.OpenEpochResponse(
             device=executor.decoder.device.type,
-            compute_dtype=dtype_name(executor.decoder.dtype),
+            compute_dtype=dtype_name(executor.decoder.weight_dtype),
             kv_dtype=dtype_name(shape.dtype),
             block_bytes=shape.block_bytes,
             gpu_blocks=executor.num_gpu_blocks,

@@ -1,101 +1,69 @@
-"""The decoder's linear part: embed, then per layer pre_attention and post_attention, then logits."""
+"""What the pipeline asks of a decoder's linear part: everything of a layer but attention, embedding and head.
+
+Stateless between calls: what a sequence has seen lies in the KV cache, which is not here.
+"""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from gpu_svc.model.rope import Rotary, rotate_
 from svc_common.model.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """One layer, in the compute type. Matrices are [out, in]; what is read together is kept together."""
+class Workspace:
+    """What one sub-batch needs in every layer; made once per iteration."""
 
-    attention_norm: Tensor  # [hidden_size]
-    qkv: Tensor  # [(num_q_heads + 2 * num_kv_heads) * head_dim, hidden_size]: q, k, v
-    qkv_bias: Tensor | None  # [(num_q_heads + 2 * num_kv_heads) * head_dim]
-    q_norm: Tensor | None  # [head_dim]
-    k_norm: Tensor | None  # [head_dim]
-    output: Tensor  # [hidden_size, num_q_heads * head_dim]
-    output_bias: Tensor | None  # [hidden_size]
-    mlp_norm: Tensor  # [hidden_size]
-    gate_up: Tensor  # [2 * intermediate_size, hidden_size]: gate, up
-    gate_up_bias: Tensor | None  # [2 * intermediate_size]
-    down: Tensor  # [hidden_size, intermediate_size]
-    down_bias: Tensor | None  # [hidden_size]
+    cos: Tensor  # [n, 1, rotary_dim / 2], of the tokens' positions
+    sin: Tensor  # like cos
+    qkv: Tensor  # [n, num_q_heads + 2 * num_kv_heads, head_dim], written by pre_attention
+    q: Tensor  # [n, num_q_heads, head_dim], a view of qkv
+    kv: Tensor  # [n, 2, num_kv_heads, head_dim], a view of qkv: K and V stay together as in the KV cache
+
+    @classmethod
+    def make(cls, spec: ModelSpec, cos: Tensor, sin: Tensor) -> "Workspace":
+        num_heads = spec.num_q_heads + 2 * spec.num_kv_heads
+        qkv = torch.empty((len(cos), num_heads, spec.head_dim), dtype=cos.dtype, device=cos.device)
+        kv = qkv[:, spec.num_q_heads :].view(-1, 2, spec.num_kv_heads, spec.head_dim)
+        return cls(cos, sin, qkv, qkv[:, : spec.num_q_heads], kv)
 
 
-@dataclass(frozen=True, slots=True)
-class DecoderWeights:
-    """The whole model. `head` is `embedding` itself where the two are tied."""
+class Decoder(Protocol):
+    """One model on one device."""
 
-    embedding: Tensor  # [vocab_size, hidden_size]
-    layers: tuple[LayerWeights, ...]
-    final_norm: Tensor  # [hidden_size]
-    head: Tensor  # [vocab_size, hidden_size]
+    spec: ModelSpec
+    device: torch.device
+    dtype: torch.dtype
+    """Of activations: hidden states, q, k, v and what attention makes of them."""
+    weight_dtype: torch.dtype
+    """Of the weight matrices."""
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes held on the device; a tied head counts once."""
-        tensors = {id(tensor): tensor for tensor in (self.embedding, self.final_norm, self.head)}
-        for layer in self.layers:
-            for name in LayerWeights.__dataclass_fields__:
-                tensor = getattr(layer, name)
-                if tensor is not None:
-                    tensors[id(tensor)] = tensor
-        return sum(tensor.nbytes for tensor in tensors.values())
-
-
-class Decoder:
-    """Stateless between calls: what a sequence has seen lies in the KV cache, which is not here."""
-
-    def __init__(self, spec: ModelSpec, weights: DecoderWeights) -> None:
-        self.spec = spec
-        self.weights = weights
-        self.dtype = weights.embedding.dtype
-        self.device = weights.embedding.device
-        self._rotary = Rotary(spec.rope, self.device)
+    def weight_bytes(self) -> int:
+        """Bytes of weights on the device."""
+        ...
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[n], int64 -> [n, hidden_size]."""
-        return F.embedding(token_ids, self.weights.embedding)
+        ...
 
-    def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of positions [n], int64; the same for all layers."""
-        return self._rotary.cos_sin(positions, self.dtype)
+    def workspace(self, positions: Tensor) -> Workspace:
+        """Of a sub-batch whose tokens have positions [n], int64."""
+        ...
 
-    def pre_attention(self, layer: int, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """hidden [n, hidden_size] -> q [n, num_q_heads, head_dim] and kv [n, 2, num_kv_heads, head_dim].
+    def pre_attention(self, layer: int, hidden: Tensor, workspace: Workspace) -> None:
+        """hidden [n, hidden_size] -> q, k and v, rotated, in the workspace."""
+        ...
 
-        Both are views of one buffer, rotated. K and V stay together as they lie in the KV cache.
+    def post_attention(self, layer: int, attention: Tensor, hidden: Tensor) -> Tensor:
+        """attention [n, num_q_heads, head_dim], hidden [n, hidden_size] -> hidden after the layer.
+
+        Takes `hidden` over: it may be overwritten and returned.
         """
-        spec, weights = self.spec, self.weights.layers[layer]
-        normed = F.rms_norm(hidden, (spec.hidden_size,), weights.attention_norm, spec.rms_norm_eps)
-        qkv = F.linear(normed, weights.qkv, weights.qkv_bias)
-        heads = qkv.view(-1, spec.num_q_heads + 2 * spec.num_kv_heads, spec.head_dim)
-        num_rotated = spec.num_q_heads + spec.num_kv_heads
-        if weights.q_norm is not None and weights.k_norm is not None:
-            for view, weight in (
-                (heads[:, : spec.num_q_heads], weights.q_norm),
-                (heads[:, spec.num_q_heads : num_rotated], weights.k_norm),
-            ):
-                view.copy_(F.rms_norm(view, (spec.head_dim,), weight, spec.rms_norm_eps))
-        rotate_(heads[:, :num_rotated], *rotary)
-        kv = heads[:, spec.num_q_heads :].view(-1, 2, spec.num_kv_heads, spec.head_dim)
-        return heads[:, : spec.num_q_heads], kv
-
-    def post_attention(self, layer: int, attention: Tensor, residual: Tensor) -> Tensor:
-        """attention [n, num_q_heads, head_dim], residual [n, hidden_size] -> hidden [n, hidden_size]."""
-        spec, weights = self.spec, self.weights.layers[layer]
-        hidden = F.linear(attention.flatten(1), weights.output, weights.output_bias).add_(residual)
-        normed = F.rms_norm(hidden, (spec.hidden_size,), weights.mlp_norm, spec.rms_norm_eps)
-        gate, up = F.linear(normed, weights.gate_up, weights.gate_up_bias).chunk(2, dim=-1)
-        return F.linear(F.silu(gate).mul_(up), weights.down, weights.down_bias).add_(hidden)
+        ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[n, hidden_size] -> [n, vocab_size], fp32."""
-        normed = F.rms_norm(hidden, (self.spec.hidden_size,), self.weights.final_norm, self.spec.rms_norm_eps)
-        return F.linear(normed, self.weights.head).to(torch.float32)
+        """[n, hidden_size] -> [n, vocab_size], fp32. Valid until the next call."""
+        ...

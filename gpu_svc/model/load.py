@@ -1,28 +1,60 @@
-"""Assembles DecoderWeights from a checkpoint: checks each tensor, casts it, and fuses what is read together."""
+"""Makes the decoder of a device from a checkpoint: checks each tensor, casts it, fuses what is read together."""
 
 import torch
 from torch import Tensor
 
 from gpu_svc.model.checkpoint import Checkpoint, CheckpointError
-from gpu_svc.model.decoder import DecoderWeights, LayerWeights
+from gpu_svc.model.cpu_decoder import CpuDecoder
+from gpu_svc.model.decoder import Decoder
+from gpu_svc.model.torch_decoder import DecoderWeights, LayerWeights, TorchDecoder
 from svc_common.model.spec import ModelSpec
+
+
+def load_decoder(checkpoint: Checkpoint, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """The decoder that `device` computes fastest with, its weights in `dtype`.
+
+    Peak memory is the weights, and beside them one tensor of the file or, on the CPU, one layer in fp32. Raises
+    CheckpointError.
+    """
+    if device.type != "cpu":
+        return TorchDecoder(spec, load_weights(checkpoint, spec, dtype, device))
+    loader = _Loader(checkpoint, torch.float32, device)
+    return CpuDecoder(
+        spec,
+        dtype,
+        embedding=_load_embedding(loader, spec),
+        layers=(_load_layer(loader, spec, layer) for layer in range(spec.num_layers)),
+        final_norm=_load_final_norm(loader, spec),
+        head=None if spec.tie_embeddings else _load_head(loader, spec),
+    )
 
 
 def load_weights(checkpoint: Checkpoint, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> DecoderWeights:
     """Peak memory is the weights themselves and one tensor of the file. Raises CheckpointError."""
     loader = _Loader(checkpoint, dtype, device)
-    embedding_shape = (spec.vocab_size, spec.hidden_size)
-    embedding = loader.fused([("model.embed_tokens.weight", embedding_shape)])
-    head = embedding if spec.tie_embeddings else loader.fused([("lm_head.weight", embedding_shape)])
+    embedding = _load_embedding(loader, spec)
     return DecoderWeights(
         embedding=embedding,
-        layers=tuple(_load_layer(loader, spec, f"model.layers.{layer}") for layer in range(spec.num_layers)),
-        final_norm=loader.fused([("model.norm.weight", (spec.hidden_size,))]),
-        head=head,
+        layers=tuple(_load_layer(loader, spec, layer) for layer in range(spec.num_layers)),
+        final_norm=_load_final_norm(loader, spec),
+        head=embedding if spec.tie_embeddings else _load_head(loader, spec),
     )
 
 
-def _load_layer(loader: "_Loader", spec: ModelSpec, prefix: str) -> LayerWeights:
+def _load_embedding(loader: "_Loader", spec: ModelSpec) -> Tensor:
+    return loader.fused([("model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size))])
+
+
+def _load_head(loader: "_Loader", spec: ModelSpec) -> Tensor:
+    return loader.fused([("lm_head.weight", (spec.vocab_size, spec.hidden_size))])
+
+
+def _load_final_norm(loader: "_Loader", spec: ModelSpec) -> Tensor:
+    return loader.fused([("model.norm.weight", (spec.hidden_size,))])
+
+
+def _load_layer(loader: "_Loader", spec: ModelSpec, layer: int) -> LayerWeights:
+    prefix = f"model.layers.{layer}"
     hidden, inner = spec.hidden_size, spec.intermediate_size
     q_size, kv_size = spec.num_q_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"

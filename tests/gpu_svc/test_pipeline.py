@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.gpu import BLOCK_TOKENS, Driver, load_decoder
+from support.gpu import BLOCK_TOKENS, Driver, load_decoder, load_torch_decoder
 from support.reference import Reference, Verdict
 
 from gpu_svc.attention import CpuAttention, TorchAttention, make_backend
@@ -170,7 +170,7 @@ def test_sixteen_bit_compute_runs_over_the_plane(
     checkpoint: GetFiles, make_driver: MakeDriver, cpu_attention: Any
 ) -> None:
     """bf16 in the exchange slots and in the pool; logits of the two tiers' paths agree within bf16."""
-    decoder = load_decoder(checkpoint("llama"), torch.bfloat16)
+    decoder = load_torch_decoder(checkpoint("llama"), torch.bfloat16)
     driver = make_driver(decoder, 60, cpu_attention)
     driver.prefill(1, PROMPTS[1], Tier.GPU)
     driver.prefill(2, PROMPTS[1], Tier.HOST)

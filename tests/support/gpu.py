@@ -12,7 +12,9 @@ from gpu_svc.host_tier import HostTier
 from gpu_svc.limits import Limits
 from gpu_svc.model.checkpoint import open_model
 from gpu_svc.model.decoder import Decoder
+from gpu_svc.model.load import load_decoder as load
 from gpu_svc.model.load import load_weights
+from gpu_svc.model.torch_decoder import TorchDecoder
 from svc_common.model.store import ModelFiles
 from svc_common.plan import IterationPlan, IterationResult, Mode, NewSequence, PrefillChunk, Sampling, SubBatch, Tier
 
@@ -81,8 +83,15 @@ def save_checkpoint(variant: str, directory: Path, **save_options: Any) -> Model
 
 
 def load_decoder(files: ModelFiles, dtype: torch.dtype = torch.float32) -> Decoder:
+    """The one that runs on device "cpu"."""
     spec, checkpoint = open_model(files)
-    return Decoder(spec, load_weights(checkpoint, spec, dtype, CPU))
+    return load(checkpoint, spec, dtype, CPU)
+
+
+def load_torch_decoder(files: ModelFiles, dtype: torch.dtype = torch.float32) -> TorchDecoder:
+    """The one that runs on a GPU."""
+    spec, checkpoint = open_model(files)
+    return TorchDecoder(spec, load_weights(checkpoint, spec, dtype, CPU))
 
 
 @dataclass

@@ -6,6 +6,7 @@
 
 #include "attention_bindings.h"
 #include "kernels.h"
+#include "linear_module.h"
 #include "measure.h"
 
 namespace nb = nanobind;
@@ -74,4 +75,5 @@ NB_MODULE(_kernels, m) {
         "threads"_a, "num_rounds"_a, nb::call_guard<nb::gil_scoped_release>(),
         "Fused multiply-adds of fp32 per second, all threads; the best round.");
     bind_attention(m);
+    bind_linear(m);
 }

@@ -1,0 +1,205 @@
+#include "linear.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <new>
+#include <stdexcept>
+
+#include "half.h"
+
+namespace neoflex {
+
+namespace {
+
+constexpr std::size_t huge_page_bytes = std::size_t{2} << 20;
+constexpr std::size_t chunk_bytes = std::size_t{64} << 20;
+constexpr std::size_t line_bytes = 64;
+
+// At most this much of a row is multiplied in one go, so that a tile of rows stays in the first-level cache and a
+// panel in the second. Even, see linear_kernel.h.
+constexpr std::int32_t max_span_depth = 640;
+
+// Pieces per thread at least, where there are as many panels: threads do not start and run alike.
+constexpr std::int32_t pieces_per_thread = 12;
+constexpr std::int32_t max_piece_panels = 8;
+
+// Less than this many multiply-adds, or elements to round, take no longer than waking a thread.
+constexpr std::int64_t min_products_for_helpers = 200'000;
+constexpr std::int64_t min_elements_for_helpers = 32'768;
+
+std::size_t round_up(std::size_t value, std::size_t step) { return (value + step - 1) / step * step; }
+
+std::vector<const LinearKernel*> find_runnable() {
+    std::vector<const LinearKernel*> kernels{&scalar_linear_kernel};
+#if defined(NEOFLEX_X86)
+    // Asks for the processor's features and for the operating system's support of their registers.
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
+        kernels.push_back(&avx2_linear_kernel);
+        if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
+            kernels.push_back(&avx512_linear_kernel);
+            if (__builtin_cpu_supports("avx512bf16")) kernels.push_back(&avx512_bf16_linear_kernel);
+        }
+    }
+#endif
+#if defined(NEOFLEX_NEON)
+    kernels.push_back(&neon_linear_kernel);  // part of AArch64
+#endif
+    return kernels;
+}
+
+// Where the weight of `depth` and `column` lies in a panel.
+template <typename W>
+std::size_t place(std::int32_t depth, std::int32_t column, std::int32_t panel_columns) {
+    const auto k = static_cast<std::size_t>(depth);
+    if constexpr (std::is_same_v<W, BFloat>) return (k / 2 * panel_columns + column) * 2 + k % 2;
+    return k * panel_columns + column;
+}
+
+template <typename F>
+auto with_type(DType type, F f) {
+    switch (type) {
+        case DType::fp16: return f(static_cast<Half*>(nullptr));
+        case DType::bf16: return f(static_cast<BFloat*>(nullptr));
+        case DType::fp32: break;
+    }
+    return f(static_cast<float*>(nullptr));
+}
+
+}  // namespace
+
+const std::vector<const LinearKernel*>& runnable_linear_kernels() {
+    static const std::vector<const LinearKernel*> kernels = find_runnable();
+    return kernels;
+}
+
+const LinearKernel& choose_linear_kernel(const std::string& instruction_set) {
+    if (instruction_set == "auto") return *runnable_linear_kernels().back();
+    std::string names;
+    for (const LinearKernel* kernel : runnable_linear_kernels()) {
+        if (kernel->name == instruction_set) return *kernel;
+        names += std::string(names.empty() ? "" : ", ") + kernel->name;
+    }
+    throw std::invalid_argument("instruction set \"" + instruction_set + "\" does not run here; these do: " + names);
+}
+
+WeightArena::~WeightArena() {
+    for (const Chunk& chunk : chunks_) munmap(chunk.data, chunk.num_bytes);
+}
+
+std::byte* WeightArena::allocate(std::size_t num_bytes) {
+    num_bytes = round_up(num_bytes, line_bytes);
+    if (chunks_.empty() || used_ + num_bytes > chunks_.back().num_bytes) {
+        const std::size_t wanted = std::max(round_up(num_bytes, huge_page_bytes), chunk_bytes);
+        void* data = mmap(nullptr, wanted, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (data == MAP_FAILED) throw std::bad_alloc();
+        madvise(data, wanted, MADV_HUGEPAGE);
+        chunks_.push_back({static_cast<std::byte*>(data), wanted});
+        used_ = 0;
+    }
+    std::byte* result = chunks_.back().data + used_;
+    used_ += num_bytes;
+    return result;
+}
+
+PackedMatrix::PackedMatrix(const LinearKernel& kernel, WeightArena& arena, const float* weights, const float* bias,
+                           std::int32_t num_columns, std::int32_t depth, DType type, bool gated)
+    : kernel_(&kernel), num_columns_(num_columns), depth_(depth), type_(type), gated_(gated) {
+    const std::int32_t panel_columns = kernel.panel_columns;
+    if (gated && num_columns % 2 != 0) throw std::invalid_argument("a gated matrix has an even number of rows");
+    const std::size_t padded_depth = round_up(depth, type == DType::bf16 ? 2 : 1);
+    panel_bytes_ = round_up(padded_depth * panel_columns * dtype_bytes(type), line_bytes);
+    panels_ = arena.allocate(num_panels() * panel_bytes_);
+    with_type(type, [&]<typename W>(W*) { pack<W>(weights); });
+    if (bias == nullptr) return;
+    bias_.resize(static_cast<std::size_t>(num_panels()) * panel_columns);
+    for (std::int32_t panel = 0; panel < num_panels(); ++panel)
+        for (std::int32_t c = 0; c < panel_columns; ++c)
+            if (const std::int32_t row = row_of(panel, c); row >= 0) bias_[panel * panel_columns + c] = bias[row];
+}
+
+std::int32_t PackedMatrix::row_of(std::int32_t panel, std::int32_t column) const {
+    const bool second = gated_ && column >= panel_outputs();
+    const std::int32_t output = panel * panel_outputs() + (second ? column - panel_outputs() : column);
+    if (output >= num_outputs()) return -1;
+    return second ? num_outputs() + output : output;
+}
+
+template <typename W>
+void PackedMatrix::pack(const float* weights) {
+    for (std::int32_t panel = 0; panel < num_panels(); ++panel) {
+        auto* to = reinterpret_cast<W*>(panels_ + panel * panel_bytes_);
+        for (std::int32_t c = 0; c < kernel_->panel_columns; ++c) {
+            const std::int32_t row = row_of(panel, c);
+            if (row < 0) continue;
+            const float* from = weights + static_cast<std::size_t>(row) * depth_;
+            for (std::int32_t k = 0; k < depth_; ++k) store_one(to + place<W>(k, c, kernel_->panel_columns), from[k]);
+        }
+    }
+}
+
+void PackedMatrix::unpack_row(std::int32_t row, float* out) const {
+    const std::int32_t columns = kernel_->panel_columns;
+    with_type(type_, [&]<typename W>(W*) {
+        const auto* from = reinterpret_cast<const W*>(panels_ + row / columns * panel_bytes_);
+        for (std::int32_t k = 0; k < depth_; ++k) out[k] = to_float(from[place<W>(k, row % columns, columns)]);
+    });
+}
+
+void Product::take_rows(const float* rows, ProductResources& resources) {
+    const std::int32_t depth = matrix_.depth_;
+    if (!kernel_.rounds_rows || matrix_.type_ != DType::bf16) {
+        rows_ = reinterpret_cast<const std::byte*>(rows);
+        row_elements_ = depth;
+        element_bytes_ = sizeof(float);
+        return;
+    }
+    row_elements_ = round_up(depth, 2);
+    element_bytes_ = sizeof(std::uint16_t);
+    std::vector<std::uint16_t>& rounded = resources.rounded_rows;
+    if (rounded.size() < num_rows_ * row_elements_) rounded.resize(num_rows_ * row_elements_);
+    const bool wake = std::int64_t{num_rows_} * depth >= min_elements_for_helpers;
+    threads_.run(static_cast<std::uint32_t>(num_rows_), wake, [&](std::uint32_t row, int) {
+        kernel_.round_row(rows + std::size_t{row} * depth, depth, rounded.data() + row * row_elements_);
+    });
+    rows_ = reinterpret_cast<const std::byte*>(rounded.data());
+}
+
+std::int32_t Product::piece_panels(std::int32_t unit) const {
+    if (threads_.num_threads() == 1) return round_up(matrix_.num_panels(), unit);
+    const std::int32_t fair = matrix_.num_panels() / (threads_.num_threads() * pieces_per_thread);
+    return static_cast<std::int32_t>(round_up(std::clamp(fair, 1, max_piece_panels), unit));
+}
+
+bool Product::worth_helpers() const {
+    return std::int64_t{num_rows_} * matrix_.num_columns() * matrix_.depth() >= min_products_for_helpers;
+}
+
+void Product::multiply_panel(std::int32_t first_row, std::int32_t end_row, std::int32_t panel, const float* residual,
+                             float* out) const {
+    alignas(line_bytes) float sums[max_block_rows * max_panel_columns];
+    const std::int32_t num_rows = end_row - first_row;
+    const std::byte* rows = rows_ + first_row * row_elements_ * element_bytes_;
+    const std::byte* weights = matrix_.panels_ + panel * matrix_.panel_bytes_;
+    const std::size_t depth_bytes = kernel_.panel_columns * dtype_bytes(matrix_.type_);
+    const std::int32_t num_spans = (matrix_.depth_ + max_span_depth - 1) / max_span_depth;
+    const auto span = static_cast<std::int32_t>(round_up((matrix_.depth_ + num_spans - 1) / num_spans, 2));
+    for (std::int32_t k = 0; k < matrix_.depth_; k += span)
+        kernel_.accumulate(matrix_.type_, rows + k * element_bytes_, row_elements_, num_rows, weights + k * depth_bytes,
+                           std::min(span, matrix_.depth_ - k), k == 0, sums);
+    const std::int32_t first = panel * matrix_.panel_outputs();
+    const std::int32_t count = std::min(matrix_.panel_outputs(), matrix_.num_outputs() - first);
+    const float* bias = matrix_.bias_.empty() ? nullptr : matrix_.bias_.data() + panel * kernel_.panel_columns;
+    const std::size_t stride = matrix_.num_outputs();
+    const std::size_t corner = first_row * stride + first;
+    if (matrix_.gated_) {
+        kernel_.store_gated(sums, num_rows, count, bias, out + corner, stride);
+    } else {
+        kernel_.store(sums, num_rows, count, bias, residual == nullptr ? nullptr : residual + corner, out + corner,
+                      stride);
+    }
+}
+
+}  // namespace neoflex

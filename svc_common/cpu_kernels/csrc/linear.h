@@ -1,0 +1,136 @@
+// Matrix products with packed weights: packing, and the split of a product over threads.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "linear_kernel.h"
+#include "thread_pool.h"
+
+namespace neoflex {
+
+// Kernels that this processor runs, slowest first. Never empty.
+const std::vector<const LinearKernel*>& runnable_linear_kernels();
+
+// The kernel of that name, or the fastest for "auto". Throws std::invalid_argument where it does not run here.
+const LinearKernel& choose_linear_kernel(const std::string& instruction_set);
+
+// Memory for weights, in huge pages where the system allows them: weights are read from end to end again and again,
+// which with small pages costs a table look-up every few hundred nanoseconds. Freed as a whole.
+class WeightArena {
+  public:
+    WeightArena() = default;
+    ~WeightArena();
+    WeightArena(const WeightArena&) = delete;
+    WeightArena& operator=(const WeightArena&) = delete;
+
+    // Zeroed, and aligned to a cache line. Throws std::bad_alloc.
+    std::byte* allocate(std::size_t num_bytes);
+
+  private:
+    struct Chunk {
+        std::byte* data;
+        std::size_t num_bytes;
+    };
+    std::vector<Chunk> chunks_;
+    std::size_t used_ = 0;  // bytes of the last chunk
+};
+
+// One matrix, [num_columns, depth] as models keep it, in panels; see linear_kernel.h.
+class PackedMatrix {
+  public:
+    // `weights` [num_columns, depth] and `bias` [num_columns] or null are copied. A gated matrix has its gates in the
+    // first half of its rows and what they gate in the second; a panel holds half a panel of each. Packed for
+    // products by `kernel`.
+    PackedMatrix(const LinearKernel& kernel, WeightArena& arena, const float* weights, const float* bias,
+                 std::int32_t num_columns, std::int32_t depth, DType type, bool gated);
+
+    const LinearKernel& kernel() const { return *kernel_; }
+    std::int32_t num_columns() const { return num_columns_; }
+    std::int32_t depth() const { return depth_; }
+    bool gated() const { return gated_; }
+    // Columns of a product: half as many where gates are applied.
+    std::int32_t num_outputs() const { return gated_ ? num_columns_ / 2 : num_columns_; }
+    std::int32_t panel_outputs() const { return kernel_->panel_columns / (gated_ ? 2 : 1); }
+    std::int32_t num_panels() const { return (num_outputs() + panel_outputs() - 1) / panel_outputs(); }
+    std::size_t num_bytes() const { return num_panels() * panel_bytes_ + bias_.size() * sizeof(float); }
+    // Row `row` of the matrix, [depth], widened. Not of a gated one.
+    void unpack_row(std::int32_t row, float* out) const;
+
+  private:
+    friend class Product;
+
+    template <typename W>
+    void pack(const float* weights);
+    // The row of the matrix that is column `column` of panel `panel`, -1 for padding.
+    std::int32_t row_of(std::int32_t panel, std::int32_t column) const;
+
+    const LinearKernel* kernel_;
+    std::int32_t num_columns_;
+    std::int32_t depth_;
+    DType type_;
+    bool gated_;
+    std::size_t panel_bytes_;
+    std::byte* panels_;
+    std::vector<float> bias_;  // in the order of the panels' columns, padded; empty: none
+};
+
+// What products need beside their operands: threads, and memory that grows to the largest batch seen.
+struct ProductResources {
+    ThreadPool& threads;
+    std::vector<std::uint16_t> rounded_rows;
+};
+
+// The product of one matrix with a batch of dense rows of fp32, [num_rows, depth].
+class Product {
+  public:
+    Product(const PackedMatrix& matrix, const float* rows, std::int32_t num_rows, ProductResources& resources)
+        : matrix_(matrix), kernel_(matrix.kernel()), num_rows_(num_rows), threads_(resources.threads) {
+        take_rows(rows, resources);
+    }
+
+    // rows . matrix^T + bias + residual, on all threads; gates are applied. `out` [num_rows, num_outputs]; `residual`
+    // is null or like `out`. The product is made in pieces that end at multiples of `unit` panels, and after each
+    // finish(first_row, end_row, first_output, end_output) is called on the thread that made it.
+    template <typename Finish>
+    void run(const float* residual, float* out, std::int32_t unit, Finish&& finish) const {
+        const std::int32_t piece = piece_panels(unit);
+        const std::int32_t num_pieces = (matrix_.num_panels() + piece - 1) / piece;
+        threads_.run(static_cast<std::uint32_t>(num_pieces), worth_helpers(), [&](std::uint32_t task, int) {
+            const std::int32_t begin = static_cast<std::int32_t>(task) * piece;
+            const std::int32_t end = std::min(begin + piece, matrix_.num_panels());
+            const std::int32_t blocks = (num_rows_ + max_block_rows - 1) / max_block_rows;
+            for (std::int32_t block = 0; block < blocks; ++block) {
+                const auto first_row = static_cast<std::int32_t>(std::int64_t{num_rows_} * block / blocks);
+                const auto end_row = static_cast<std::int32_t>(std::int64_t{num_rows_} * (block + 1) / blocks);
+                for (std::int32_t panel = begin; panel < end; ++panel)
+                    multiply_panel(first_row, end_row, panel, residual, out);
+                finish(first_row, end_row, begin * matrix_.panel_outputs(),
+                       std::min(end * matrix_.panel_outputs(), matrix_.num_outputs()));
+            }
+        });
+    }
+    void run(const float* residual, float* out) const {
+        run(residual, out, 1, [](std::int32_t, std::int32_t, std::int32_t, std::int32_t) {});
+    }
+
+  private:
+    void take_rows(const float* rows, ProductResources& resources);
+    std::int32_t piece_panels(std::int32_t unit) const;
+    bool worth_helpers() const;
+    void multiply_panel(std::int32_t first_row, std::int32_t end_row, std::int32_t panel, const float* residual,
+                        float* out) const;
+
+    const PackedMatrix& matrix_;
+    const LinearKernel& kernel_;
+    const std::byte* rows_ = nullptr;  // as the kernel wants them
+    std::size_t row_elements_ = 0;     // from a row to the next
+    std::size_t element_bytes_ = 0;
+    std::int32_t num_rows_;
+    ThreadPool& threads_;
+};
+
+}  // namespace neoflex

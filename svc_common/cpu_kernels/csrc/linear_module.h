@@ -1,0 +1,10 @@
+// The linear kernels' part of the extension _kernels.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace neoflex {
+
+void bind_linear(nanobind::module_& m);
+
+}  // namespace neoflex
