@@ -11,6 +11,9 @@ namespace {
 constexpr std::int64_t pieces_per_thread = 4;
 // Shorter spans cost more in merging than they gain.
 constexpr std::int64_t min_span_tokens = 128;
+// What a piece's heads have of a block should lie in one piece of at least this size: the processor reads ahead beyond
+// what is asked for, and pages and rows of memory are opened less often.
+constexpr std::size_t run_bytes = 32 * 1024;
 // KV that one core reads in about the time that waking another takes.
 constexpr std::size_t min_bytes_per_thread = 64 * 1024;
 
@@ -73,25 +76,31 @@ DecodePlan::DecodePlan(const DecodeBatch& batch, const HeadCounts& heads, const 
     const std::int64_t span_limit =
         worth_helpers_ ? std::max(min_span_tokens, divide_up(head_tokens, num_threads * pieces_per_thread))
                        : std::max<std::int64_t>(head_tokens, 1);
+    const auto heads_wanted = static_cast<std::int32_t>(
+        divide_up(run_bytes, static_cast<std::int64_t>(head_block_elements(shape) * dtype_bytes(shape.kv_dtype))));
+    const auto num_tiles = static_cast<std::int32_t>(divide_up(heads.num_kv_heads, heads_wanted));
+    const auto most_heads = divide_up(heads.num_kv_heads, num_tiles);
     for (std::int32_t s = 0; s < batch.num_sequences; ++s) {
         const std::int32_t begin = first_token(s);
         const std::int32_t end = batch.context_tokens[s];
-        const std::int64_t wanted_spans = divide_up(end - begin, span_limit);
+        const std::int64_t wanted_spans = divide_up((end - begin) * most_heads, span_limit);
         // Whole tiles, so that only a sequence's last one is cut.
         const auto span_tokens = static_cast<std::int32_t>(
             divide_up(divide_up(end - begin, wanted_spans), max_lanes) * static_cast<std::int64_t>(max_lanes));
         const auto num_spans = static_cast<std::int32_t>(divide_up(end - begin, span_tokens));
-        for (std::int32_t h = 0; h < heads.num_kv_heads; ++h) {
-            const std::int32_t head = num_spans > 1 ? num_cut_heads_++ : -1;
+        for (std::int32_t tile = 0; tile < num_tiles; ++tile) {
+            const std::int32_t first_head = tile * heads.num_kv_heads / num_tiles;
+            const std::int32_t num_heads = (tile + 1) * heads.num_kv_heads / num_tiles - first_head;
+            const std::int32_t cut = num_spans > 1 ? num_cuts_++ : -1;
             for (std::int32_t i = 0; i < num_spans; ++i)
-                pieces_.push_back({s, h, begin + i * span_tokens, std::min(end, begin + (i + 1) * span_tokens), head, i,
-                                   num_spans, num_partials_});
-            if (num_spans > 1) num_partials_ += num_spans;
+                pieces_.push_back({s, first_head, num_heads, begin + i * span_tokens,
+                                   std::min(end, begin + (i + 1) * span_tokens), cut, i, num_spans, num_partials_});
+            if (num_spans > 1) num_partials_ += num_spans * num_heads;
         }
     }
-    spans_left_ = std::make_unique<std::atomic<std::int32_t>[]>(num_cut_heads_);
+    spans_left_ = std::make_unique<std::atomic<std::int32_t>[]>(num_cuts_);
     for (const Piece& piece : pieces_)
-        if (piece.head >= 0) spans_left_[piece.head].store(piece.num_spans, std::memory_order_relaxed);
+        if (piece.cut >= 0) spans_left_[piece.cut].store(piece.num_spans, std::memory_order_relaxed);
     partials_ = std::make_unique<float[]>(num_partials_ * partial_floats(shape));
 }
 
@@ -101,7 +110,7 @@ DecodeAttention::DecodeAttention(const Kernel& kernel, const HeadCounts& heads, 
 
 void DecodeAttention::prepare(int num_threads) {
     while (scratch_.size() < static_cast<std::size_t>(num_threads))
-        scratch_.push_back(std::make_unique<float[]>(scratch_floats(shape_)));
+        scratch_.push_back(std::make_unique<float[]>(heads_.num_kv_heads * scratch_floats(shape_)));
 }
 
 void DecodeAttention::run(DecodePlan& plan, const LayerTensors& layer) {
@@ -115,30 +124,33 @@ void DecodeAttention::run_piece(DecodePlan& plan, const DecodePlan::Piece& piece
                                 float* scratch) const {
     const std::size_t exchange_bytes = dtype_bytes(shape_.exchange_dtype);
     const auto sequence = static_cast<std::size_t>(piece.sequence);
-    const auto kv_head = static_cast<std::size_t>(piece.kv_head);
-    const std::size_t kv_row = (sequence * heads_.num_kv_heads + kv_head) * shape_.head_dim * exchange_bytes;
-    const std::size_t group_row = kv_head * shape_.group * shape_.head_dim;
+    const auto first_head = static_cast<std::size_t>(piece.first_head);
+    const std::size_t kv_row = (sequence * heads_.num_kv_heads + first_head) * shape_.head_dim * exchange_bytes;
+    const std::size_t group_row = first_head * shape_.group * shape_.head_dim;
     const std::byte* q = layer.q + (sequence * layer.q_stride + group_row) * exchange_bytes;
     std::byte* out = layer.out + (sequence * layer.out_stride + group_row) * exchange_bytes;
-    const std::size_t head_elements = static_cast<std::size_t>(shape_.block_tokens) * shape_.head_dim;
-    const HeadKv kv{layer.pool + kv_head * head_elements * dtype_bytes(shape_.kv_dtype),
-                    plan.batch_.block_tables + sequence * plan.batch_.stride};
+    const std::size_t head_bytes = head_block_elements(shape_) * dtype_bytes(shape_.kv_dtype);
+    std::byte* pool = layer.pool + first_head * head_bytes;
+    const HeadKv kv{pool, plan.batch_.block_tables + sequence * plan.batch_.stride};
     // Only the last span sees the new token.
     if (layer.k != nullptr && piece.span == piece.num_spans - 1) {
         const std::int32_t position = piece.end - 1;
-        kernel_.write(shape_, kv.pool, kv.block_table[position / shape_.block_tokens], position % shape_.block_tokens,
-                      layer.k + kv_row, layer.v + kv_row);
+        for (std::int32_t h = 0; h < piece.num_heads; ++h) {
+            const std::size_t row = kv_row + h * shape_.head_dim * exchange_bytes;
+            kernel_.write(shape_, pool + h * head_bytes, kv.block_table[position / shape_.block_tokens],
+                          position % shape_.block_tokens, layer.k + row, layer.v + row);
+        }
     }
-    if (piece.head < 0) {
-        kernel_.attend(shape_, kv, piece.begin, piece.end, q, scratch, nullptr, out);
+    if (piece.cut < 0) {
+        kernel_.attend(shape_, kv, piece.num_heads, piece.begin, piece.end, q, scratch, nullptr, out);
         return;
     }
     float* partials = plan.partials_.get() + piece.first_partial * partial_floats(shape_);
-    kernel_.attend(shape_, kv, piece.begin, piece.end, q, scratch,
-                   partials + piece.span * partial_floats(shape_), nullptr);
-    std::atomic<std::int32_t>& left = plan.spans_left_[piece.head];
+    kernel_.attend(shape_, kv, piece.num_heads, piece.begin, piece.end, q, scratch,
+                   partials + piece.span * piece.num_heads * partial_floats(shape_), nullptr);
+    std::atomic<std::int32_t>& left = plan.spans_left_[piece.cut];
     if (left.fetch_sub(1, std::memory_order_acq_rel) == 1) {
-        kernel_.merge(shape_, partials, piece.num_spans, out);
+        kernel_.merge(shape_, partials, piece.num_spans, piece.num_heads, out);
         left.store(piece.num_spans, std::memory_order_relaxed);  // for the next layer
     }
 }

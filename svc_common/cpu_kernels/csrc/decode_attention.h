@@ -50,7 +50,7 @@ KernelShape make_kernel_shape(const HeadCounts& heads, std::int32_t head_dim, st
 // kernel takes its place.
 const Kernel& fitting_kernel(const Kernel& kernel, const KernelShape& shape);
 
-// How a batch is cut into pieces of one KV head of one sequence, or a span of its tokens. Same for all layers.
+// How a batch is cut into pieces of some adjacent KV heads of one sequence, or a span of its tokens. Same for all layers.
 class DecodePlan {
   public:
     // `sliding_window`: tokens each query sees, itself included; 0: all.
@@ -62,21 +62,22 @@ class DecodePlan {
 
     struct Piece {
         std::int32_t sequence;
-        std::int32_t kv_head;
+        std::int32_t first_head;  // KV heads
+        std::int32_t num_heads;
         std::int32_t begin;  // tokens
         std::int32_t end;
-        std::int32_t head;        // index among the heads that are cut into spans; -1: this piece is all of the head
-        std::int32_t span;        // which of them
+        std::int32_t cut;         // index among the heads that are cut into spans; -1: this piece is all of them
+        std::int32_t span;        // which of the spans
         std::int32_t num_spans;
         std::int32_t first_partial;
     };
 
     DecodeBatch batch_;
     std::vector<Piece> pieces_;
-    std::int32_t num_cut_heads_ = 0;
+    std::int32_t num_cuts_ = 0;
     std::int32_t num_partials_ = 0;
     bool worth_helpers_ = false;
-    // Per cut head: spans still to come in this layer. The last one merges.
+    // Per cut: spans still to come in this layer. The last one merges.
     std::unique_ptr<std::atomic<std::int32_t>[]> spans_left_;
     std::unique_ptr<float[]> partials_;
 };

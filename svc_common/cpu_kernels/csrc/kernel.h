@@ -45,12 +45,14 @@ struct Kernel {
     // Writes a token's k and v, each [head_dim], to row `offset` of a block.
     void (*write)(const KernelShape&, void* pool, std::int32_t block, std::int32_t offset, const void* k,
                   const void* v);
-    // Attends the group's queries [group, head_dim] to tokens [begin, end), at least one. Writes `out` like q or,
-    // where that is null, a `partial` of partial_floats() for merge. `scratch` has scratch_floats().
-    void (*attend)(const KernelShape&, const HeadKv&, std::int32_t begin, std::int32_t end, const void* q,
-                   float* scratch, float* partial, void* out);
-    // Joins the partials of one head's spans.
-    void (*merge)(const KernelShape&, const float* partials, std::int32_t num_partials, void* out);
+    // Attends the queries [num_heads, group, head_dim] of adjacent KV heads, the first of which is given, to tokens
+    // [begin, end), at least one. Writes `out` like q or, where that is null, a `partial` of partial_floats() for each
+    // KV head. `scratch` has scratch_floats() for each.
+    void (*attend)(const KernelShape&, const HeadKv&, std::int32_t num_heads, std::int32_t begin, std::int32_t end,
+                   const void* q, float* scratch, float* partial, void* out);
+    // Joins the partials [num_partials, num_heads] of such heads' spans.
+    void (*merge)(const KernelShape&, const float* partials, std::int32_t num_partials, std::int32_t num_heads,
+                  void* out);
     // Attends each token of the tile to itself and those before it. `scratch` has prefill_scratch_floats().
     void (*prefill)(const KernelShape&, const HeadKv&, const PrefillTile&, float* scratch);
     // Reads memory once, from front to end; the sum of its words keeps the loads alive. For measuring.
@@ -73,6 +75,10 @@ constexpr std::int32_t rows_together = 6;
 // Values are summed in two vectors at a time.
 constexpr std::size_t padded_dim(const KernelShape& shape) {
     return (static_cast<std::size_t>(shape.head_dim) + 2 * max_lanes - 1) / (2 * max_lanes) * (2 * max_lanes);
+}
+
+constexpr std::size_t head_block_elements(const KernelShape& shape) {
+    return static_cast<std::size_t>(shape.block_tokens) * shape.head_dim;
 }
 
 // Per query head: accumulator [padded_dim], then maximum and sum, padded to a vector.

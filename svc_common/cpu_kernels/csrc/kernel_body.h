@@ -31,11 +31,11 @@ void save_partial(const KernelShape& shape, const DecodeScratch& scratch, float*
     }
 }
 
-// Log-sum-exp merge: each span's accumulator and sum, brought to the common maximum.
+// Log-sum-exp merge of one KV head: each span's accumulator and sum, brought to the common maximum.
 template <typename S, typename X>
-void merge_partials(const KernelShape& shape, const float* partials, std::int32_t num_partials, X* out) {
+void merge_partials(const KernelShape& shape, const float* partials, std::int32_t num_partials,
+                    std::size_t span_stride, X* out) {
     const std::size_t padded = padded_dim(shape);
-    const std::size_t span_stride = partial_floats(shape);
     for (std::int32_t g = 0; g < shape.group; ++g) {
         const float* rows = partials + g * partial_row_floats(shape);
         float maximum = rows[padded];
@@ -81,34 +81,48 @@ void write(const KernelShape& shape, void* pool, std::int32_t block, std::int32_
 }
 
 template <typename S, typename KV, bool Dot>
-void attend_span(const KernelShape& shape, const HeadKv& kv, std::int32_t begin, std::int32_t end, const void* q,
-                 DecodeScratch& scratch) {
-    with_type(shape.exchange_dtype, [&]<typename X>(X*) { start<S, Dot>(shape, static_cast<const X*>(q), scratch); });
-    attend_tokens<S, KV, Dot>(shape, kv, begin, end, scratch);
+void attend_span(const KernelShape& shape, const HeadKv& kv, std::int32_t num_heads, std::int32_t begin,
+                 std::int32_t end, const void* q, float* memory) {
+    with_type(shape.exchange_dtype, [&]<typename X>(X*) {
+        for (std::int32_t h = 0; h < num_heads; ++h) {
+            DecodeScratch scratch(shape, memory, h);
+            start<S, Dot>(shape, static_cast<const X*>(q) + h * shape.group * shape.head_dim, scratch);
+        }
+    });
+    attend_tokens<S, KV, Dot>(shape, kv, num_heads, begin, end, memory);
 }
 
 template <typename S>
-void attend(const KernelShape& shape, const HeadKv& kv, std::int32_t begin, std::int32_t end, const void* q,
-            float* memory, float* partial, void* out) {
-    DecodeScratch scratch(shape, memory);
+void attend(const KernelShape& shape, const HeadKv& kv, std::int32_t num_heads, std::int32_t begin, std::int32_t end,
+            const void* q, float* memory, float* partial, void* out) {
     with_type(shape.kv_dtype, [&]<typename KV>(KV*) {
         if constexpr (S::has_bf16_dot && __is_same(KV, BFloat)) {
             // Queries and weights rounded to bf16 are as exact as the output.
-            if (shape.exchange_dtype == DType::bf16) return attend_span<S, KV, true>(shape, kv, begin, end, q, scratch);
+            if (shape.exchange_dtype == DType::bf16)
+                return attend_span<S, KV, true>(shape, kv, num_heads, begin, end, q, memory);
         }
-        attend_span<S, KV, false>(shape, kv, begin, end, q, scratch);
+        attend_span<S, KV, false>(shape, kv, num_heads, begin, end, q, memory);
     });
-    if (out == nullptr) {
-        save_partial<S>(shape, scratch, partial);
-    } else {
-        with_type(shape.exchange_dtype, [&]<typename X>(X*) { finish<S>(shape, scratch, static_cast<X*>(out)); });
+    for (std::int32_t h = 0; h < num_heads; ++h) {
+        DecodeScratch scratch(shape, memory, h);
+        if (out == nullptr) {
+            save_partial<S>(shape, scratch, partial + h * partial_floats(shape));
+        } else {
+            with_type(shape.exchange_dtype, [&]<typename X>(X*) {
+                finish<S>(shape, scratch, static_cast<X*>(out) + h * shape.group * shape.head_dim);
+            });
+        }
     }
 }
 
 template <typename S>
-void merge(const KernelShape& shape, const float* partials, std::int32_t num_partials, void* out) {
+void merge(const KernelShape& shape, const float* partials, std::int32_t num_partials, std::int32_t num_heads,
+           void* out) {
+    const std::size_t head_floats = partial_floats(shape);
     with_type(shape.exchange_dtype, [&]<typename X>(X*) {
-        merge_partials<S>(shape, partials, num_partials, static_cast<X*>(out));
+        for (std::int32_t h = 0; h < num_heads; ++h)
+            merge_partials<S>(shape, partials + h * head_floats, num_partials, num_heads * head_floats,
+                              static_cast<X*>(out) + h * shape.group * shape.head_dim);
     });
 }
 

@@ -1,11 +1,11 @@
-// Decode attention of one KV head's queries over a span of its tokens.
+// Decode attention of adjacent KV heads' queries over a span of their tokens.
 //
 // Included by kernel_body.h; its rules hold here. Keys and values are read once, in chunks of tokens:
 //
 //   scores[head, token] = q . key      weights by softmax, rescaled as the maximum grows      acc += weights . values
 //
-// Several query heads share each vector of keys or values, in registers. What the next chunks need is prefetched along
-// the block table, as blocks lie anywhere and the processor can't foresee them.
+// Several query heads share each vector of keys or values, in registers. What comes next, the next head's part of the
+// same blocks or the next chunk's blocks, is prefetched, as blocks lie anywhere and the processor can't foresee them.
 #pragma once
 
 #include "kernel_math.h"
@@ -15,15 +15,13 @@ namespace {
 
 // Query heads that share a loaded vector.
 constexpr std::int32_t max_heads = 4;
-// How far ahead memory is fetched, per stream of keys or values.
-constexpr std::size_t prefetch_bytes = 16 * 1024;
 constexpr std::size_t cache_line = 64;
 
-// The parts of `scratch`; see scratch_floats.
+// The parts of one KV head's `scratch`; see scratch_floats.
 struct DecodeScratch {
-    DecodeScratch(const KernelShape& shape, float* memory) : padded(padded_dim(shape)) {
+    DecodeScratch(const KernelShape& shape, float* memory, std::int32_t kv_head) : padded(padded_dim(shape)) {
         const std::size_t group = shape.group;
-        acc = memory;
+        acc = memory + kv_head * scratch_floats(shape);
         q = acc + group * padded;
         weights = q + group * padded;
         pairs = reinterpret_cast<BFloat*>(weights + group * chunk_stride);
@@ -252,21 +250,24 @@ void add_values(const KernelShape& shape, const DecodePart<KV>* parts, std::int3
         add_columns<S, KV, Dot, Heads, 1, false>(shape, parts, num_parts, column, head, scratch);
 }
 
-// Splits tokens [position, position + count) into parts; returns how many.
+// Splits tokens [position, position + count) into parts; returns how many. `next_head` elements from a head on lies the
+// one whose turn comes next in this chunk; 0: the next chunk's turn comes, with the head `first_head` elements back.
 template <typename KV>
 std::int32_t cut_chunk(const KernelShape& shape, const HeadKv& kv, std::int32_t position, std::int32_t count,
-                       std::int32_t end, DecodePart<KV>* parts) {
-    const std::size_t block_bytes = sizeof(KV) * shape.block_tokens * shape.head_dim;
-    const auto blocks_ahead = static_cast<std::int32_t>((prefetch_bytes + block_bytes - 1) / block_bytes);
+                       std::int32_t end, std::ptrdiff_t next_head, std::ptrdiff_t first_head, DecodePart<KV>* parts) {
+    const std::int32_t blocks_ahead = (chunk_tokens + shape.block_tokens - 1) / shape.block_tokens;
     std::int32_t num_parts = 0;
     for (std::int32_t first = 0; first < count;) {
         DecodePart<KV>& part = parts[num_parts++];
         static_cast<Part<KV>&>(part) = part_at<KV>(shape, kv, position + first, position + count, first);
+        std::ptrdiff_t next = next_head;
         const std::int32_t block = (position + first) / shape.block_tokens;
         // Past the end this part itself, which costs nothing.
-        const std::int32_t next = (block + blocks_ahead) * shape.block_tokens < end ? block + blocks_ahead : block;
-        const std::ptrdiff_t blocks = std::ptrdiff_t{kv.block_table[next]} - kv.block_table[block];
-        part.next_values = blocks * static_cast<std::ptrdiff_t>(shape.block_stride * sizeof(KV));
+        if (next == 0 && (block + blocks_ahead) * shape.block_tokens < end) {
+            const std::ptrdiff_t blocks = std::ptrdiff_t{kv.block_table[block + blocks_ahead]} - kv.block_table[block];
+            next = blocks * static_cast<std::ptrdiff_t>(shape.block_stride) - first_head;
+        }
+        part.next_values = next * static_cast<std::ptrdiff_t>(sizeof(KV));
         part.next_keys = reinterpret_cast<const char*>(part.keys) + part.next_values +
                          sizeof(KV) * part.offset * shape.head_dim;
         first += part.count;
@@ -274,27 +275,45 @@ std::int32_t cut_chunk(const KernelShape& shape, const HeadKv& kv, std::int32_t 
     return num_parts;
 }
 
+// One KV head's turn in a chunk.
 template <typename S, typename KV, bool Dot>
-void attend_tokens(const KernelShape& shape, const HeadKv& kv, std::int32_t begin, std::int32_t end,
-                   DecodeScratch& scratch) {
+void attend_parts(const KernelShape& shape, const DecodePart<KV>* parts, std::int32_t num_parts, std::int32_t count,
+                  DecodeScratch& scratch) {
+    for_head_tiles(shape.group, [&]<int Heads>(std::int32_t head) {
+        score_chunk<S, KV, Dot, Heads>(shape, parts, num_parts, head, scratch);
+    });
+    for (std::int32_t g = 0; g < shape.group; ++g) {
+        float* weights = scratch.weights + g * chunk_stride;
+        weigh<S>(shape, weights, 0, count, scratch.maxima[g], scratch.sums + g * max_lanes,
+                 scratch.acc + g * scratch.padded);
+        if constexpr (Dot) convert<S>(weights, scratch.pairs + g * chunk_stride, count, 1.0f);
+    }
+    for_head_tiles(shape.group, [&]<int Heads>(std::int32_t head) {
+        add_values<S, KV, Dot, Heads>(shape, parts, num_parts, head, scratch);
+    });
+}
+
+// Heads take turns within a chunk: what they read of a block lies in one piece.
+template <typename S, typename KV, bool Dot>
+void attend_tokens(const KernelShape& shape, const HeadKv& kv, std::int32_t num_heads, std::int32_t begin,
+                   std::int32_t end, float* memory) {
+    const auto head_elements = static_cast<std::ptrdiff_t>(head_block_elements(shape));
     DecodePart<KV> parts[chunk_tokens];
     for (std::int32_t position = begin; position < end; position += chunk_tokens) {
         const std::int32_t count = smaller(chunk_tokens, end - position);
-        const std::int32_t num_parts = cut_chunk(shape, kv, position, count, end, parts);
-        for_head_tiles(shape.group, [&]<int Heads>(std::int32_t head) {
-            score_chunk<S, KV, Dot, Heads>(shape, parts, num_parts, head, scratch);
-        });
-        for (std::int32_t g = 0; g < shape.group; ++g) {
-            float* weights = scratch.weights + g * chunk_stride;
-            weigh<S>(shape, weights, 0, count, scratch.maxima[g], scratch.sums + g * max_lanes,
-                     scratch.acc + g * scratch.padded);
-            if constexpr (Dot) convert<S>(weights, scratch.pairs + g * chunk_stride, count, 1.0f);
+        for (std::int32_t h = 0; h < num_heads; ++h) {
+            const HeadKv head{static_cast<KV*>(kv.pool) + h * head_elements, kv.block_table};
+            const std::int32_t num_parts = cut_chunk(shape, head, position, count, end,
+                                                     h + 1 < num_heads ? head_elements : 0, h * head_elements, parts);
+            DecodeScratch scratch(shape, memory, h);
+            attend_parts<S, KV, Dot>(shape, parts, num_parts, count, scratch);
         }
-        for_head_tiles(shape.group, [&]<int Heads>(std::int32_t head) {
-            add_values<S, KV, Dot, Heads>(shape, parts, num_parts, head, scratch);
-        });
     }
-    for (std::int32_t g = 0; g < shape.group; ++g) order_columns<S, KV>(scratch.acc + g * scratch.padded, scratch.padded);
+    for (std::int32_t h = 0; h < num_heads; ++h) {
+        const DecodeScratch scratch(shape, memory, h);
+        for (std::int32_t g = 0; g < shape.group; ++g)
+            order_columns<S, KV>(scratch.acc + g * scratch.padded, scratch.padded);
+    }
 }
 
 }  // namespace
