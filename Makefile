@@ -10,7 +10,7 @@ SOURCES := $(PACKAGES) tests benchmarks
 BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints.txt \
 	$(shell find proto svc_common cpu_attn_svc \( -name '*.proto' -o -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt \) 2>/dev/null)
 
-.PHONY: help demo test lint types imports protos format model unit integration bench-serve clean
+.PHONY: help demo test lint types imports protos format model unit integration bench-serve bench-planner clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 
@@ -50,6 +50,9 @@ format: $(VENV)/.dev ## Rewrite the source in the project's style
 
 bench-serve: $(VENV)/.dev model ## Throughput and latency, beside transformers
 	$(BIN)/python benchmarks/serve.py
+
+bench-planner: $(VENV)/.dev ## Rates that keep targets, bursts and the cost of a plan, simulated
+	$(BIN)/python benchmarks/planner.py
 
 clean: ## Remove what was built
 	rm -rf build $(VENV) neoflex/v1 $(addsuffix /*.so,svc_common/tensor_plane svc_common/cpu_kernels cpu_attn_svc)
