@@ -1,10 +1,10 @@
 """Runs the layers of one iteration so that both processors work at once; where the overlap is.
 
-Two sub-batches, layer i. Sub-batch 0 holds prefill chunks, GPU decodes and some CPU decodes; sub-batch 1 holds CPU
-decodes only. Read down; what stands side by side runs at the same time (NEO, MLSys 2025, section 3):
+Two sub-batches, layer i. Both hold prefill chunks and CPU decodes, sub-batch 0 all GPU decodes. Read down; what stands
+side by side runs at the same time (NEO, MLSys 2025, section 3):
 
     GPU                                              CPU
-    post 0 [i-1], pre 0 [i], attend prefills 0 [i]   attend 1 [i]
+    post 0 [i-1], pre 0 [i], attend prefills [i]     attend 1 [i]
     post 1 [i], pre 1 [i+1], attend decodes 0 [i]    attend 0 [i]
 
 The CPU gets its work in the order 1, 0, 1, 0, ... and may run ahead: 1 [i+1] is submitted before 0 [i] is waited for.
@@ -93,6 +93,7 @@ def run_layers(first: Stage, second: Stage | None, num_layers: int) -> None:
         first.pre_attention(layer)
         first.submit()
         first.attend_prefills(layer)
+        second.attend_prefills(layer)  # After the first's: a prompt may go on from one to the other.
         second.wait()
         second.post_attention(layer)
         if layer + 1 < num_layers:

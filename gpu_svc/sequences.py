@@ -176,28 +176,38 @@ class SequenceTable:
     def check_work(self, plan: IterationPlan) -> None:
         """Whether the sub-batches can run on the state as it is now. Raises InvalidPlanError."""
         batches = plan.sub_batches
-        if len(batches) > 2 or (len(batches) == 2 and (batches[1].prefills or batches[1].gpu_decodes)):
-            raise InvalidPlanError("at most two sub-batches, and of two the second holds CPU decodes only")
+        if len(batches) > 2 or (len(batches) == 2 and batches[1].gpu_decodes):
+            raise InvalidPlanError("at most two sub-batches, and of two the second holds no GPU decodes")
         if plan.mode is Mode.GPU_ONLY and any(batch.cpu_decodes for batch in batches):
             raise InvalidPlanError("a GPU-only iteration holds CPU decodes")
         num_tokens = sum(batch.num_tokens for batch in batches)
         if num_tokens > self._limits.max_batch_tokens:
             raise InvalidPlanError(f"{num_tokens} tokens in an iteration; at most {self._limits.max_batch_tokens}")
-        ids = [sequence_id for batch in batches for sequence_id in _ids(batch)]
-        if len(set(ids)) < len(ids):
-            raise InvalidPlanError(f"sequence {max(ids, key=ids.count)} appears twice")
+        seen: set[int] = set()
+        computed: dict[int, int] = {}  # of prompts that go on from the first sub-batch to the second
         for batch in batches:
+            continued, computed = computed, {}
+            ids = list(_ids(batch))
+            if len(set(ids)) < len(ids) or seen.intersection(ids) - continued.keys():
+                repeated = next(one for one in ids if ids.count(one) > 1 or one in seen - continued.keys())
+                raise InvalidPlanError(f"sequence {repeated} appears twice")
+            seen.update(ids)
             for chunk in batch.prefills:
-                self._check_chunk(chunk)
+                self._check_chunk(chunk, continued.pop(chunk.sequence_id, None))
+                computed[chunk.sequence_id] = chunk.start + chunk.num_tokens
+            if continued.keys() & {*batch.gpu_decodes, *batch.cpu_decodes}:
+                raise InvalidPlanError("a sequence prefills and decodes in one iteration")
             self._check_decodes(batch.gpu_decodes, Tier.GPU)
             self._check_decodes(batch.cpu_decodes, Tier.HOST)
 
-    def _check_chunk(self, chunk: PrefillChunk) -> None:
+    def _check_chunk(self, chunk: PrefillChunk, continued_at: int | None) -> None:
+        """`continued_at`: where the sub-batch before leaves the same prompt."""
         slot = self._slot(chunk.sequence_id)
         end = chunk.start + chunk.num_tokens
-        if chunk.start != self.computed_tokens[slot] or chunk.num_tokens < 1 or end > self.prompt_tokens[slot]:
+        computed = self.computed_tokens[slot] if continued_at is None else continued_at
+        if chunk.start != computed or chunk.num_tokens < 1 or end > self.prompt_tokens[slot]:
             raise InvalidPlanError(
-                f"sequence {chunk.sequence_id}: chunk {chunk.start} to {end}, but {self.computed_tokens[slot]} of "
+                f"sequence {chunk.sequence_id}: chunk {chunk.start} to {end}, but {computed} of "
                 f"{self.prompt_tokens[slot]} prompt tokens are computed"
             )
         self._check_room(chunk.sequence_id, slot, end)

@@ -172,7 +172,7 @@ class Engine:
         assert self._scheduler is not None
         self._last_progress_s = time.monotonic()
         self.counters.add(result)
-        tokens = self._scheduler.apply(result).tokens
+        tokens = self._scheduler.apply(result, self._last_progress_s).tokens
         for token in tokens:
             if token.finish:  # The scheduler forgets it with the next plan.
                 self._recomputations[token.sequence_id] = self._scheduler.recomputations(token.sequence_id)

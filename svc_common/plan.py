@@ -86,7 +86,8 @@ class SubBatch:
 class IterationPlan:
     """Everything one iteration does; applied in the order released, new, swaps, new blocks, sub-batches.
 
-    Of two sub-batches the second holds CPU decodes only. No sub-batch holds work: the plan only releases.
+    Of two sub-batches the second holds no GPU decodes; a prompt may go on from the first to the second. No sub-batch
+    holds work: the plan only releases.
     """
 
     epoch: int

@@ -1,18 +1,25 @@
-"""Says how long a batch will take, from tables measured at start-up; the scheduler compares its choices by it."""
+"""Says how long a batch will take, from a machine's figures or from measured tables; the scheduler chooses by it."""
 
 from planner_svc.estimator.calibration import Calibration
 from planner_svc.estimator.estimator import EMPTY_LOAD, Estimator, SubBatchLoad
+from planner_svc.estimator.hardware import HardwareSpec, ModelFigures
+from planner_svc.estimator.roofline import RooflineEstimator
 from planner_svc.estimator.table_estimator import TableEstimator
 from planner_svc.estimator.tables import DecodePoint, LinearPoint, OperationTables, PrefillPoint
+from planner_svc.estimator.timeline import Timeline
 
 __all__ = [
     "EMPTY_LOAD",
     "Calibration",
     "DecodePoint",
     "Estimator",
+    "HardwareSpec",
     "LinearPoint",
+    "ModelFigures",
     "OperationTables",
     "PrefillPoint",
+    "RooflineEstimator",
     "SubBatchLoad",
     "TableEstimator",
+    "Timeline",
 ]

@@ -15,6 +15,10 @@ class SubBatchLoad:
     """Tokens attended by all GPU decodes together, the one being processed included."""
     num_cpu_decodes: int = 0
     cpu_context_tokens: int = 0
+    host_prefill_tokens: int = 0
+    """Prompt tokens of host sequences, whose K and V go to the host layer by layer."""
+    host_past_tokens: int = 0
+    """Tokens before those chunks, whose K and V come back for their attention."""
     num_outputs: int = 0
     """Sequences that get a token: every decode and every prompt that ends here."""
 
@@ -22,6 +26,11 @@ class SubBatchLoad:
     def num_tokens(self) -> int:
         """Tokens that pass the linear operations."""
         return sum(chunk for chunk, _ in self.prefill_chunks) + self.num_gpu_decodes + self.num_cpu_decodes
+
+    @property
+    def num_items(self) -> int:
+        """Prefill chunks and decodes."""
+        return len(self.prefill_chunks) + self.num_gpu_decodes + self.num_cpu_decodes
 
 
 EMPTY_LOAD = SubBatchLoad()
@@ -50,10 +59,15 @@ class Estimator(Protocol):
         """Output head and sampling, per iteration."""
         ...
 
-    def swap_s(self, num_bytes: int) -> float:
-        """A copy between the tiers, all layers."""
-        ...
+    def iteration_s(
+        self,
+        first: SubBatchLoad,
+        second: SubBatchLoad = EMPTY_LOAD,
+        swap_out_bytes: int = 0,
+        swap_in_bytes: int = 0,
+    ) -> float:
+        """A whole iteration. Without a second sub-batch and CPU decodes this is the GPU-only batch.
 
-    def iteration_s(self, first: SubBatchLoad, second: SubBatchLoad = EMPTY_LOAD, swap_bytes: int = 0) -> float:
-        """A whole iteration. Without a second sub-batch and CPU decodes this is the GPU-only batch."""
+        Swaps are bytes over all layers, out to the host and in to the GPU.
+        """
         ...

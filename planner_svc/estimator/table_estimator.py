@@ -46,14 +46,21 @@ class TableEstimator:
         """Of all layers."""
         return num_bytes * self._s_per_swap_byte
 
-    def iteration_s(self, first: SubBatchLoad, second: SubBatchLoad = EMPTY_LOAD, swap_bytes: int = 0) -> float:
+    def iteration_s(
+        self,
+        first: SubBatchLoad,
+        second: SubBatchLoad = EMPTY_LOAD,
+        swap_out_bytes: int = 0,
+        swap_in_bytes: int = 0,
+    ) -> float:
         """One batch: L * (lin0 + max{pre0 + gdec0, cpu0}); the GPU's attention runs beside the CPU's.
 
-        Two, after NEO (MLSys 2025), section 4, the second holding CPU decodes only:
-        L * (max{lin0 + pre0, cpu1} + max{lin1 + gdec0, cpu0}).
+        Two, after NEO (MLSys 2025), section 4, the second without GPU decodes; it attends its prompts beside the
+        first's: L * (max{lin0 + pre0 + pre1, cpu1} + max{lin1 + gdec0, cpu0}). The executor copies before the layers.
         """
         linear_s = self.linear_s(first.num_tokens)
-        prefill_s = sum(self.prefill_s(chunk, past) for chunk, past in first.prefill_chunks)
+        chunks = (*first.prefill_chunks, *second.prefill_chunks)
+        prefill_s = sum(self.prefill_s(chunk, past) for chunk, past in chunks)
         gpu_decode_s = self.gpu_decode_s(first.num_gpu_decodes, first.gpu_context_tokens)
         cpu_s = self.cpu_decode_s(first.num_cpu_decodes, first.cpu_context_tokens)
         if second.num_tokens == 0:
@@ -65,7 +72,7 @@ class TableEstimator:
         return (
             self._num_layers * layer_s
             + self.head_s(first.num_outputs + second.num_outputs)
-            + self.swap_s(swap_bytes)
+            + self.swap_s(swap_out_bytes + swap_in_bytes)
             + self._overhead_s
         )
 

@@ -4,7 +4,7 @@ from planner_svc.scheduler.admission import AdmissionError, AdmissionReason
 from planner_svc.scheduler.events import Applied, Counters, TokenEvent
 from planner_svc.scheduler.limits import Capacity, ModePolicy
 from planner_svc.scheduler.scheduler import Scheduler
-from planner_svc.scheduler.sequence import SequenceRequest
+from planner_svc.scheduler.sequence import SequenceRequest, Targets
 
 __all__ = [
     "AdmissionError",
@@ -15,5 +15,6 @@ __all__ = [
     "ModePolicy",
     "Scheduler",
     "SequenceRequest",
+    "Targets",
     "TokenEvent",
 ]

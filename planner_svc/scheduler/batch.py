@@ -1,8 +1,7 @@
-"""What one iteration may compute, while it is being put together; mutable until the plan is made from it."""
+"""What one iteration computes, before a plan is made from it."""
 
 from dataclasses import dataclass, field
 
-from planner_svc.estimator import SubBatchLoad
 from planner_svc.scheduler.sequence import Sequence, State
 from svc_common.plan import Mode, PrefillChunk, SubBatch, Tier
 
@@ -28,17 +27,15 @@ class Chunk:
         return self.start + self.num_tokens == self.total_tokens
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Batch:
-    """One or two sub-batches. The second holds CPU decodes only."""
+    """One or two sub-batches. GPU decodes run in the first; one prompt may go on from the first to the second."""
 
-    chunks: list[Chunk] = field(default_factory=list)
+    chunks: tuple[list[Chunk], list[Chunk]] = field(default_factory=lambda: ([], []))
     gpu_decodes: list[Sequence] = field(default_factory=list)
     cpu_decodes: tuple[list[Sequence], list[Sequence]] = field(default_factory=lambda: ([], []))
-    """Of the first and of the second sub-batch."""
 
     def decodes(self) -> list[Sequence]:
-        """In the order of the executor's result."""
         return [*self.gpu_decodes, *self.cpu_decodes[0], *self.cpu_decodes[1]]
 
     @property
@@ -51,51 +48,30 @@ class Batch:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.chunks or self.gpu_decodes or self.num_cpu_decodes)
-
-    @property
-    def tokens_out(self) -> float:
-        """Tokens towards answers. Part of a prompt counts as that part of its first token."""
-        prompts = sum(chunk.num_tokens / chunk.total_tokens for chunk in self.chunks)
-        return prompts + len(self.gpu_decodes) + self.num_cpu_decodes
-
-    def loads(self) -> tuple[SubBatchLoad, SubBatchLoad]:
-        """As the estimator takes them, before the work is scheduled."""
-        first, second = self.cpu_decodes
-        return (
-            SubBatchLoad(
-                prefill_chunks=tuple((chunk.num_tokens, chunk.start) for chunk in self.chunks),
-                num_gpu_decodes=len(self.gpu_decodes),
-                gpu_context_tokens=context_tokens(self.gpu_decodes),
-                num_cpu_decodes=len(first),
-                cpu_context_tokens=context_tokens(first),
-                num_outputs=sum(chunk.is_last for chunk in self.chunks) + len(self.gpu_decodes) + len(first),
-            ),
-            SubBatchLoad(
-                num_cpu_decodes=len(second), cpu_context_tokens=context_tokens(second), num_outputs=len(second)
-            ),
-        )
+        return bool(self.chunks[0] or self.chunks[1] or self.gpu_decodes or self.num_cpu_decodes)
 
     def sub_batches(self) -> tuple[SubBatch, ...]:
         """As the plan carries them; empty ones are left out."""
-        first, second = (tuple(item.sequence_id for item in decodes) for decodes in self.cpu_decodes)
         batches = (
-            SubBatch(
-                prefills=tuple(
-                    PrefillChunk(chunk.sequence.sequence_id, chunk.start, chunk.num_tokens) for chunk in self.chunks
-                ),
-                gpu_decodes=tuple(item.sequence_id for item in self.gpu_decodes),
-                cpu_decodes=first,
-            ),
-            SubBatch(cpu_decodes=second),
+            SubBatch(_prefills(self.chunks[0]), _ids(self.gpu_decodes), _ids(self.cpu_decodes[0])),
+            SubBatch(_prefills(self.chunks[1]), (), _ids(self.cpu_decodes[1])),
         )
         return tuple(batch for batch in batches if batch != SubBatch())
 
     def sequences_with_output(self) -> list[Sequence]:
         """That get a token, in the order of the executor's result."""
-        return [*(chunk.sequence for chunk in self.chunks if chunk.is_last), *self.decodes()]
+        return [
+            *(chunk.sequence for chunk in self.chunks[0] if chunk.is_last),
+            *self.gpu_decodes,
+            *self.cpu_decodes[0],
+            *(chunk.sequence for chunk in self.chunks[1] if chunk.is_last),
+            *self.cpu_decodes[1],
+        ]
 
 
-def context_tokens(decodes: list[Sequence]) -> int:
-    """Tokens that these decodes attend, the ones being processed included."""
-    return sum(sequence.num_computed_tokens for sequence in decodes) + len(decodes)
+def _prefills(chunks: list[Chunk]) -> tuple[PrefillChunk, ...]:
+    return tuple(PrefillChunk(chunk.sequence.sequence_id, chunk.start, chunk.num_tokens) for chunk in chunks)
+
+
+def _ids(sequences: list[Sequence]) -> tuple[int, ...]:
+    return tuple([sequence.sequence_id for sequence in sequences])

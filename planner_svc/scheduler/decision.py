@@ -1,68 +1,148 @@
-"""Puts the batch of one iteration together and chooses the mode: greedily, the more tokens per second (NEO)."""
+"""Sizes an iteration and chooses its mode: the most useful tokens per second among what every due token allows.
 
+Choices: the GPU alone; one batch with CPU decodes, attended beside the GPU's attention of the same layer; two
+sub-batches, each hiding the CPU attention of the other behind its linear operations (NEO, MLSys 2025, section 4).
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from planner_svc.estimator import Calibration, Estimator
-from planner_svc.scheduler.balance import Balance, is_aged
-from planner_svc.scheduler.batch import Batch, Chunk
+from planner_svc.estimator import Calibration
+from planner_svc.scheduler.candidates import Shape, Work
 from planner_svc.scheduler.limits import ModePolicy
-from planner_svc.scheduler.placement import Decodes
-from planner_svc.scheduler.sequence import Sequence
+from planner_svc.scheduler.search import last_fitting
+from planner_svc.scheduler.urgency import bounds, is_aged
+from svc_common.plan import Mode
 
+_LEAD = 1.1
+"""Of prefill over decoding while prompts wait for room: enough that room never waits for prompts."""
 _SHORTEST_S = 1e-9
 """An estimator without measurements says 0."""
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
-    """The batch to run and what is thought of it."""
+class Bounds:
+    """What an iteration may be."""
 
-    batch: Batch
+    longest_s: float
+    """Until the first due token; inf where nothing is due."""
+    num_prefill_tokens: int
+    """Most that are worth computing at once."""
+    num_free_tokens: int
+    """Up to so many tokens a batch costs little more than one."""
+    prefill_tokens_per_s: float
+    """That keep every first token in time."""
+    is_crowded: bool
+    """More prompts wait than have room."""
+    runs_cpu: bool
+    """Leaving the CPU idle for the sake of this iteration would cost the next ones more."""
+    prefill_worth: float
+    """Of a prefill token, in decoded tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The shape to run and what is thought of it."""
+
+    shape: Shape
     uncalibrated_s: float
     """The estimator's word."""
-    passed_over: tuple[Sequence, ...]
-    """Could have run, and did not for the sake of balance or throughput."""
 
 
-def decide(
-    estimator: Estimator,
-    calibration: Calibration,
-    policy: ModePolicy,
-    chunks: list[Chunk],
-    decodes: Decodes,
-    residents: list[Sequence],
-    swap_bytes: int,
-) -> Decision:
-    """Chooses among what has room. Changes nothing outside the batch it returns."""
-    pipelined = Batch(chunks, decodes.gpu)
-    balance = Balance(estimator, pipelined)
-    nothing_else = not chunks and not decodes.gpu
-    balance.place_cpu_decodes(decodes.host, waive=policy == "asymmetric" or nothing_else)
-    held_back = balance.hold_back_host_prompts(residents) if policy == "auto" else []
-    candidates = [pipelined] if policy != "auto" or not decodes.host else _choices(pipelined, decodes.host)
-    seconds = [estimator.iteration_s(*candidate.loads(), swap_bytes) for candidate in candidates]
-
-    def tokens_per_s(index: int) -> float:
-        predicted_s = seconds[index] * calibration.factor(candidates[index].mode)
-        return candidates[index].tokens_out / max(predicted_s, _SHORTEST_S)
-
-    best = max(range(len(candidates)), key=tokens_per_s)  # of equals the first, and so the simplest
-    batch = candidates[best]
-    running = {sequence.sequence_id for part in batch.cpu_decodes for sequence in part}
-    passed_over = [sequence for sequence in decodes.host if sequence.sequence_id not in running]
-    return Decision(batch, seconds[best], (*passed_over, *held_back))
+def decide(work: Work, limits: Bounds, calibration: Calibration, policy: ModePolicy, start_s: float) -> Decision:
+    """Chooses among what has room. Changes nothing."""
+    chooser = _Chooser(work, limits, calibration)
+    num_all = len(work.cpu_decodes)
+    if policy == "asymmetric":
+        return chooser.fill(num_all, is_split=num_all > 0)
+    num_due = num_all if limits.runs_cpu else _num_due(work, limits, start_s)
+    options: list[Decision] = []
+    if num_due == 0:
+        options.append(chooser.fill(0, is_split=False))
+    for is_split in (False, True) if num_all else ():
+        counts = {chooser.largest(num_due, num_all, is_split), chooser.hidden(num_due, num_all, is_split), num_due}
+        options += [chooser.fill(count, is_split) for count in sorted(counts) if count]
+    return max(options, key=chooser.worth)  # Of equals the first, and so the simplest.
 
 
-def _choices(pipelined: Batch, host_decodes: list[Sequence]) -> list[Batch]:
-    """GPU-only, one batch and two sub-batches, as far as they keep liveness.
+def _num_due(work: Work, limits: Bounds, start_s: float) -> int:
+    """CPU decodes, from the first, that can't wait for the iteration after this one."""
+    horizon_s = start_s + 2 * limits.longest_s
+    for index in range(len(work.cpu_decodes) - 1, -1, -1):
+        sequence = work.cpu_decodes[index]
+        if is_aged(sequence) or (bounds(sequence) and sequence.due_s < horizon_s):
+            return index + 1
+    if work.cpu_decodes and not (work.chunks or work.gpu_decodes):
+        return 1
+    return 0
 
-    One batch with all CPU decodes beside the GPU's attention of the same layer leaves the weights to be read once:
-    with few CPU decodes a second sub-batch costs more than it hides.
-    """
-    must_run = any(is_aged(sequence) for sequence in host_decodes)
-    gpu_only = Batch(pipelined.chunks, pipelined.gpu_decodes)
-    one_batch = Batch(pipelined.chunks, pipelined.gpu_decodes, (host_decodes, []))
-    choices = [one_batch, pipelined]
-    if gpu_only.has_work and not must_run:
-        choices.insert(0, gpu_only)
-    return choices
+
+class _Chooser:
+    """Prices shapes of one Work."""
+
+    def __init__(self, work: Work, limits: Bounds, calibration: Calibration) -> None:
+        self._work = work
+        self._limits = limits
+        self._calibration = calibration
+        self._num_prefill = min(work.num_prefill_tokens, limits.num_prefill_tokens)
+
+    def worth(self, decision: Decision) -> float:
+        """Useful tokens per second; less than any other where a due token comes too late."""
+        shape = decision.shape
+        predicted_s = max(_SHORTEST_S, decision.uncalibrated_s * self._factor(shape.num_cpu_decodes))
+        num_decodes = len(self._work.gpu_decodes) + shape.num_cpu_decodes
+        worth = (num_decodes + self._limits.prefill_worth * shape.num_prefill_tokens) / predicted_s
+        return worth if predicted_s <= self._limits.longest_s else -predicted_s
+
+    def fill(self, num_cpu_decodes: int, is_split: bool) -> Decision:
+        """With as much prefill as the time allows."""
+
+        def make(num_tokens: int) -> Shape:
+            return Shape(num_tokens, num_cpu_decodes, is_split)
+
+        num_tokens = self._most(0, self._num_wanted(make), make)
+        if num_tokens == 0 and not (self._work.gpu_decodes or num_cpu_decodes) and self._num_prefill:
+            num_tokens = self._num_prefill  # Nothing is due: it was a prompt's own deadline.
+        return Decision(make(num_tokens), self._work.seconds(make(num_tokens)))
+
+    def _num_wanted(self, make: Callable[[int], Shape]) -> int:
+        """Prefill tokens that cost little, or what due first tokens need if that is more."""
+        limits = self._limits
+        shape = make(0)
+        num_batches = 2 if shape.is_split else 1
+        num_decodes = len(self._work.gpu_decodes) + shape.num_cpu_decodes
+        wanted = max(0, num_batches * limits.num_free_tokens - num_decodes)
+        if limits.longest_s == float("inf"):
+            wanted = max(wanted, round(_LEAD * num_decodes / limits.prefill_worth))
+            return min(wanted, self._num_prefill) if limits.is_crowded and num_decodes else self._num_prefill
+        for _ in range(3):
+            seconds = self._work.seconds(make(min(wanted, self._num_prefill)))
+            wanted = max(wanted, round(limits.prefill_tokens_per_s * seconds))
+        return min(wanted, self._num_prefill)
+
+    def largest(self, lowest: int, highest: int, is_split: bool) -> int:
+        """CPU decodes that the time allows without any prefill, at least `lowest`."""
+        return self._most(lowest, highest, lambda count: Shape(0, count, is_split))
+
+    def hidden(self, lowest: int, highest: int, is_split: bool) -> int:
+        """CPU decodes whose attention stays hidden beside as much prefill as there is."""
+
+        def fits(count: int) -> bool:
+            shape = Shape(self._num_prefill, count, is_split)
+            return self._work.cpu_excess_s(shape) <= 0
+
+        return last_fitting(lowest, highest, fits)
+
+    def _most(self, lowest: int, highest: int, make: Callable[[int], Shape]) -> int:
+        if self._limits.longest_s == float("inf"):
+            return highest
+
+        def fits(count: int) -> bool:
+            shape = make(count)
+            seconds = self._work.seconds(shape) * self._factor(shape.num_cpu_decodes)
+            return seconds <= self._limits.longest_s
+
+        return last_fitting(lowest, highest, fits)
+
+    def _factor(self, num_cpu_decodes: int) -> float:
+        return self._calibration.factor(Mode.ASYMMETRIC if num_cpu_decodes else Mode.GPU_ONLY)

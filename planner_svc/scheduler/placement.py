@@ -13,7 +13,7 @@ from planner_svc.scheduler.sequence import Sequence, State
 from planner_svc.scheduler.waiting import WaitingQueue
 from svc_common.plan import Tier
 
-_MARGIN = 0.05
+_MARGIN = 0.02
 """Share of a tier that neither admission nor swapping in may fill."""
 
 
@@ -36,6 +36,7 @@ class Placement:
         self._residency = residency
         self._queue = queue
         self._tally = tally
+        self._spent: list[Sequence] = []
 
     def computes_in(self, tier: Tier) -> bool:
         """Whether a sequence there can be worked on. GPU-only, the host merely parks."""
@@ -43,8 +44,14 @@ class Placement:
 
     def retire_spent(self) -> None:
         """Frees the blocks of sequences whose last token is scheduled, a result earlier than it is known."""
-        for sequence in [item for item in self._residency.sequences if item.num_unscheduled == 0]:
-            self._residency.leave(sequence, State.DRAINING)
+        for sequence in self._spent:
+            if sequence.state is State.RUNNING:
+                self._residency.leave(sequence, State.DRAINING)
+        self._spent.clear()
+
+    def note_spent(self, sequence: Sequence) -> None:
+        """Its last token is scheduled."""
+        self._spent.append(sequence)
 
     def margin(self, tier: Tier, num_residents: int) -> int:
         """Blocks to leave free when a sequence comes to a tier, so that it is not soon swapped out again.
@@ -63,17 +70,21 @@ class Placement:
         the host progress meanwhile. Where it only parks, parked sequences and prompts come in order of arrival.
         """
         head = self._queue.head
-        if self._host_decodes and head is not None and self._fits_empty_gpu(head):
-            return
         residency = self._residency
+        kept = 0
+        if self._host_decodes and head is not None and self._fits_empty_gpu(head):
+            kept = self._capacity.blocks_for(head.num_tokens)
+        room = residency.free(Tier.GPU) - kept - self.margin(Tier.GPU, residency.num_on(Tier.GPU))
+        if room <= 0 or residency.num_on(Tier.HOST) == 0:
+            return
         for sequence in residency.sequences:
             if sequence.tier is not Tier.HOST:
                 continue
             if head is not None and not self._host_decodes and head.sequence_id < sequence.sequence_id:
                 return
-            needed = len(sequence.blocks) + residency.lacks_block(sequence)
-            if needed + self.margin(Tier.GPU, residency.num_on(Tier.GPU)) <= residency.free(Tier.GPU):
+            if len(sequence.blocks) + residency.lacks_block(sequence) <= room:
                 residency.move(sequence, Tier.GPU)
+                room = residency.free(Tier.GPU) - kept - self.margin(Tier.GPU, residency.num_on(Tier.GPU))
             elif not self._host_decodes:
                 return  # A parked one only waits; none may overtake it.
 
@@ -86,17 +97,21 @@ class Placement:
         Blocks on the GPU are given now; on the host promised, since the balance may yet pass a sequence over.
         """
         decodes, residency = Decodes(), self._residency
+        block_tokens, running, gpu = self._capacity.block_tokens, State.RUNNING, Tier.GPU
         for sequence in list(residency.sequences):
             if budget == 0:
                 break
+            num_computed = sequence.num_computed_tokens
             # Earlier, older ones may have evicted it.
-            if sequence.state is not State.RUNNING or sequence.prefilling or not self.computes_in(sequence.tier):
+            if sequence.state is not running or num_computed < sequence.num_prefill_tokens:
                 continue
-            lacks_block = residency.lacks_block(sequence)
+            if not (self._host_decodes or sequence.tier is gpu):
+                continue
+            lacks_block = num_computed >= len(sequence.blocks) * block_tokens
             if lacks_block and not self._find_room(sequence):
                 continue
             budget -= 1
-            if sequence.tier is Tier.GPU:
+            if sequence.tier is gpu:
                 decodes.gpu.append(sequence)
                 if lacks_block:
                     residency.grow(sequence)

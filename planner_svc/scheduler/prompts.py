@@ -1,65 +1,146 @@
-"""Which prompt chunks an iteration may compute, and where new prompts would go. Changes nothing."""
+"""Which prompt chunks an iteration may compute, in what order, and where new prompts would go. Changes nothing."""
+
+from heapq import heappop, heappush
 
 from planner_svc.scheduler.batch import Chunk
 from planner_svc.scheduler.limits import Capacity
+from planner_svc.scheduler.pace import Pace
 from planner_svc.scheduler.placement import Placement
 from planner_svc.scheduler.residency import Residency
+from planner_svc.scheduler.sequence import Sequence, State
+from planner_svc.scheduler.urgency import bounds, is_aged, is_aged_prompt
 from planner_svc.scheduler.waiting import WaitingQueue
 from svc_common.plan import Tier
 
-
-def propose(
-    capacity: Capacity, residency: Residency, placement: Placement, queue: WaitingQueue, budget: int
-) -> list[Chunk]:
-    """Chunks of at most `budget` tokens together: begun prompts first, then waiting ones, each in order of arrival."""
-    chunks: list[Chunk] = []
-    for sequence in residency.sequences:
-        if budget == 0:
-            return chunks
-        if sequence.prefilling and placement.computes_in(sequence.tier):
-            start, total = sequence.num_computed_tokens, sequence.num_prefill_tokens
-            num_tokens = min(budget, total - start)
-            chunks.append(Chunk(sequence, start, num_tokens, total, sequence.tier))
-            budget -= num_tokens
-    admissions = _Admissions(capacity, residency, placement)
-    for sequence in queue:
-        # Tokens in flight are part of what must be computed again, and not known yet.
-        if budget == 0 or sequence.num_in_flight:
-            break
-        total = sequence.num_tokens
-        tier = admissions.place(capacity.blocks_for(total), sequence.sequence_id)
-        if tier is None:
-            break
-        num_tokens = min(budget, total)
-        chunks.append(Chunk(sequence, 0, num_tokens, total, tier))
-        budget -= num_tokens
-    return chunks
+_TIME_SHARE = 0.5
+"""Of the time that a first token has left, in which its prompt should be computed."""
+_WINDOW = 48
+"""Waiting prompts of a kind that a plan looks at: its cost must not depend on how many wait."""
 
 
-class _Admissions:
-    """Room for prompts, counted down as they are proposed."""
+def in_order(prompts: list[Sequence], start_s: float, prefill_tokens_per_s: float) -> list[Sequence]:
+    """By due time; those that cannot come in time, and those that would make others late, after all others.
 
-    def __init__(self, capacity: Capacity, residency: Residency, placement: Placement) -> None:
+    Of the prompts up to the first that would be late the longest is put off: that leaves the fewest late ones
+    (Moore and Hodgson's rule for one machine).
+    """
+    kept: list[tuple[int, int]] = []
+    put_off: set[int] = set()
+    finish_s = start_s
+    ordered = sorted(prompts, key=lambda item: (not is_aged_prompt(item, start_s), item.due_s, item.sequence_id))
+    for sequence in ordered:
+        if not bounds(sequence) or is_aged_prompt(sequence, start_s):
+            continue
+        num_left = num_to_prefill(sequence) - num_prefilled(sequence)
+        if start_s + num_left / prefill_tokens_per_s > sequence.due_s:
+            put_off.add(sequence.sequence_id)
+            continue
+        heappush(kept, (-num_left, sequence.sequence_id))
+        finish_s += num_left / prefill_tokens_per_s
+        if finish_s > sequence.due_s:
+            longest, sequence_id = heappop(kept)
+            finish_s += longest / prefill_tokens_per_s
+            put_off.add(sequence_id)
+    return sorted(ordered, key=lambda item: item.sequence_id in put_off)
+
+
+def num_to_prefill(sequence: Sequence) -> int:
+    """Of the current stay, or of the one that would begin."""
+    return sequence.num_tokens if sequence.state is State.WAITING else sequence.num_prefill_tokens
+
+
+def num_prefilled(sequence: Sequence) -> int:
+    return 0 if sequence.state is State.WAITING else sequence.num_computed_tokens
+
+
+class Prompts:
+    """Begun prompts and the first of those that wait."""
+
+    def __init__(
+        self, capacity: Capacity, residency: Residency, placement: Placement, queue: WaitingQueue, pace: Pace
+    ) -> None:
+        self._capacity = capacity
         self._placement = placement
+        self._pace = pace
+        self._residency = residency
+        # Tokens in flight are part of what must be computed again, and not known yet.
+        waiting = [item for item in queue.first(_WINDOW) if not item.num_in_flight]
+        self.candidates = [
+            item
+            for item in residency.sequences
+            if item.num_computed_tokens < item.num_prefill_tokens and placement.computes_in(item.tier)
+        ] + waiting
         self._free = {tier: residency.free(tier) for tier in Tier}
         self._residents = {tier: residency.num_on(tier) for tier in Tier}
         self._num_left = capacity.max_sequences - len(residency.sequences)
-        self._gpu_is_full = False
-        parked = (item.sequence_id for item in residency.sequences if not placement.computes_in(item.tier))
-        self._oldest_parked = next(parked, None)
+        self._oldest_parked: int | None = None
+        if not placement.computes_in(Tier.HOST) and residency.num_on(Tier.HOST):
+            self._oldest_parked = next(item.sequence_id for item in residency.sequences if item.tier is Tier.HOST)
+        self._start_s = 0.0
+        num_blocks = sum([capacity.blocks_for(item.num_tokens) for item in waiting])
+        self.is_crowded = num_blocks > self._free[Tier.GPU]
+        """More wait than the GPU has room for."""
+        self.held_back: list[Sequence] = []
+        """Had room on the host, but not the CPU's time."""
 
-    def place(self, num_blocks: int, sequence_id: int) -> Tier | None:
-        """The GPU while prompts fit there, then the host; None ends admission, so that none overtakes another."""
-        if self._num_left == 0 or (self._oldest_parked is not None and self._oldest_parked < sequence_id):
+    def propose(self, budget: int, start_s: float, prefill_tokens_per_s: float) -> list[Chunk]:
+        """Chunks of at most `budget` tokens together."""
+        chunks: list[Chunk] = []
+        self._start_s = start_s
+        is_closed = False
+        for sequence in in_order(self.candidates, start_s, prefill_tokens_per_s):
+            if budget <= 0:
+                break
+            tier: Tier | None = sequence.tier
+            if sequence.state is State.WAITING:
+                tier = None if is_closed else self._find_room(sequence)
+                if tier is None:
+                    # A shorter one may have room; ageing keeps this one from waiting for ever.
+                    is_closed |= self._num_left == 0 or not bounds(sequence) or is_aged_prompt(sequence, start_s)
+                    continue
+                self._take_room(sequence, tier)
+            assert tier is not None
+            start, total = num_prefilled(sequence), num_to_prefill(sequence)
+            num_tokens = min(budget, total - start)
+            chunks.append(Chunk(sequence, start, num_tokens, total, tier))
+            budget -= num_tokens
+        return chunks
+
+    def _find_room(self, sequence: Sequence) -> Tier | None:
+        """The GPU where the prompt fits, else the host where its decodes would keep everybody's pace."""
+        if self._num_left == 0 or (self._oldest_parked is not None and self._oldest_parked < sequence.sequence_id):
             return None
+        num_blocks = self._capacity.blocks_for(sequence.num_tokens)
         for tier in (Tier.GPU, Tier.HOST):
-            if tier is Tier.GPU and self._gpu_is_full:
-                continue
             margin = self._placement.margin(tier, self._residents[tier])
-            if self._placement.computes_in(tier) and num_blocks + margin <= self._free[tier]:
-                self._free[tier] -= num_blocks
-                self._residents[tier] += 1
-                self._num_left -= 1
-                return tier
-            self._gpu_is_full = True
+            if not self._placement.computes_in(tier) or num_blocks + margin > self._free[tier]:
+                continue
+            if tier is Tier.HOST and not self._is_welcome(sequence, num_blocks):
+                self.held_back.append(sequence)
+                return None
+            return tier
         return None
+
+    def _take_room(self, sequence: Sequence, tier: Tier) -> None:
+        self._free[tier] -= self._capacity.blocks_for(sequence.num_tokens)
+        self._residents[tier] += 1
+        self._num_left -= 1
+        self._pace.join(sequence, tier)
+
+    def _is_welcome(self, sequence: Sequence, num_blocks: int) -> bool:
+        if not any(self._residents.values()) or self._pace.allows(sequence):
+            return True
+        # The GPU is no alternative to one that is larger: it must come in whatever that costs.
+        has_no_other = num_blocks > self._capacity.gpu_blocks
+        return is_aged_prompt(sequence, self._start_s) or (has_no_other and is_aged(sequence))
+
+
+def needed_tokens_per_s(chunks: list[Chunk], start_s: float) -> float:
+    """The prefill rate that brings each first token in a part of the time it has left."""
+    rate, num_tokens = 0.0, 0
+    for chunk in chunks:
+        num_tokens += chunk.num_tokens
+        left_s = chunk.sequence.due_s - start_s
+        if bounds(chunk.sequence) and left_s > 0:
+            rate = max(rate, num_tokens / (left_s * _TIME_SHARE))
+    return rate

@@ -6,14 +6,16 @@ from typing import Literal
 
 from planner_svc.estimator import Calibration, Estimator
 from planner_svc.scheduler.admission import AdmissionError, AdmissionReason, check
+from planner_svc.scheduler.assembly import Assembly
 from planner_svc.scheduler.batch import Batch
 from planner_svc.scheduler.decision import decide
 from planner_svc.scheduler.events import Applied, Counters, Tally, TokenEvent
 from planner_svc.scheduler.limits import Capacity, ModePolicy
+from planner_svc.scheduler.pace import Mix
 from planner_svc.scheduler.placement import Placement
-from planner_svc.scheduler.prompts import propose
 from planner_svc.scheduler.residency import Residency
 from planner_svc.scheduler.sequence import Sequence, SequenceRequest, State
+from planner_svc.scheduler.urgency import arrive, is_aged, schedule_token, take_first_token
 from planner_svc.scheduler.waiting import WaitingQueue
 from svc_common.plan import IterationPlan, IterationResult, Mode, Tier
 
@@ -32,12 +34,14 @@ class _InFlight:
     uncalibrated_s: float
     expected: tuple[int, ...]
     """Sequences that get a token, in the result's order."""
+    predicted_s: float
 
 
 class Scheduler:
     """Continuous batching with chunked prefill over two tiers. Not thread-safe: one engine owns it.
 
-    Times are seconds of the caller's clock. Order is by arrival; no decision depends on `now` yet.
+    Times are seconds of the caller's clock. Requests with targets run in the order in which their tokens are due,
+    others in order of arrival.
     """
 
     def __init__(
@@ -65,6 +69,19 @@ class Scheduler:
         self._placement = Placement(capacity, self._policy, self._residency, self._queue, self._tally)
         self._nothing_to_plan = False
         """The last attempt found nothing, and nothing has changed since."""
+        self._running_since_s = 0.0
+        """When the oldest plan in flight began, as far as is known."""
+        self._mix = Mix()
+        self._assembly = Assembly(
+            capacity,
+            estimator,
+            self._calibration,
+            self._policy,
+            self._residency,
+            self._placement,
+            self._queue,
+            self._mix,
+        )
 
     # --- requests
 
@@ -75,6 +92,8 @@ class Scheduler:
             raise AdmissionError(AdmissionReason.QUEUE_FULL, "requests", self._max_waiting)
         sequence = Sequence(self._next_id, request)
         self._next_id += 1
+        arrive(sequence, now)
+        self._mix.arrive(sequence)
         self._live[sequence.sequence_id] = sequence
         self._queue.append(sequence)
         self._nothing_to_plan = False
@@ -85,6 +104,7 @@ class Scheduler:
         sequence = self._live.pop(sequence_id, None)
         if sequence is None:
             return
+        self._mix.finish(sequence)
         if sequence.state is State.RUNNING:
             self._residency.leave(sequence, State.FINISHED)
         elif sequence.state is State.WAITING:
@@ -110,33 +130,33 @@ class Scheduler:
             return None
         self._gone.clear()
         placement, residency = self._placement, self._residency
+        self._queue.set_aside_late(now)
         placement.retire_spent()
         placement.swap_in()
+        start_s = self._start_s(now)
         decodes = placement.reserve_decodes(self._capacity.max_batch_tokens)
-        # Prompts get what decodes leave, those on the CPU included, so that they never crowd them out.
-        budget = self._capacity.max_batch_tokens - len(decodes.gpu) - len(decodes.host)
-        chunks = propose(self._capacity, residency, placement, self._queue, budget)
-        num_swapped_blocks = sum(len(swap.blocks) for swap in residency.changes.swaps.values())
-        decision = decide(
-            self._estimator,
-            self._calibration,
-            self._policy,
-            chunks,
-            decodes,
-            residency.sequences,
-            num_swapped_blocks * self._capacity.block_bytes,
-        )
-        for sequence in decision.passed_over:
+        decodes.host.sort(key=lambda item: (not is_aged(item), item.is_late, item.due_s, item.sequence_id))
+        work, limits, held_back = self._assembly.collect(decodes, start_s)
+        decision = decide(work, limits, self._calibration, self._policy, start_s)
+        batch, uncalibrated_s = work.batch(decision.shape), decision.uncalibrated_s
+        for sequence in (*work.cpu_decodes[decision.shape.num_cpu_decodes :], *held_back):
             sequence.num_passed_over += 1
-        expected = self._reserve(decision.batch)
-        batch, uncalibrated_s = decision.batch, decision.uncalibrated_s
+        predicted_s = uncalibrated_s * self._calibration.factor(batch.mode)
+        expected = self._reserve(batch, start_s + predicted_s)
         self._nothing_to_plan = not (batch.has_work or residency.changes)
         if self._nothing_to_plan:
             return None
+        if not self._in_flight:
+            self._running_since_s = now
         self._iteration += 1
-        self._in_flight.append(_InFlight(self._iteration, batch.mode, batch.has_work, uncalibrated_s, expected))
-        predicted_s = uncalibrated_s * self._calibration.factor(batch.mode)
+        self._in_flight.append(
+            _InFlight(self._iteration, batch.mode, batch.has_work, uncalibrated_s, expected, predicted_s)
+        )
         return self._make_plan(batch, predicted_s)
+
+    def _start_s(self, now: float) -> float:
+        """When the next plan will begin to run: after those in flight."""
+        return max(now, self._running_since_s + sum(plan.predicted_s for plan in self._in_flight))
 
     def _make_plan(self, batch: Batch, predicted_s: float) -> IterationPlan:
         changes = self._residency.take_changes()
@@ -157,7 +177,7 @@ class Scheduler:
             predicted_s=predicted_s,
         )
 
-    def _reserve(self, batch: Batch) -> tuple[int, ...]:
+    def _reserve(self, batch: Batch, end_s: float) -> tuple[int, ...]:
         """Counts the batch's work as done and gives it its blocks. Returns the sequences that get a token."""
         residency = self._residency
         residency.redeem_promises()
@@ -165,7 +185,7 @@ class Scheduler:
         for sequence in (*batch.cpu_decodes[0], *batch.cpu_decodes[1]):
             if residency.lacks_block(sequence):
                 residency.grow(sequence)
-        for chunk in batch.chunks:
+        for chunk in (*batch.chunks[0], *batch.chunks[1]):
             sequence = chunk.sequence
             if chunk.is_admission:
                 self._queue.remove(sequence)
@@ -176,16 +196,22 @@ class Scheduler:
             prefilled += chunk.num_tokens - num_again
             sequence.advance_to(end)
         for sequence in batch.decodes():
-            sequence.advance_to(sequence.num_computed_tokens + 1)
+            sequence.num_computed_tokens = num_computed = sequence.num_computed_tokens + 1
+            if num_computed > sequence.num_once_computed_tokens:
+                sequence.num_once_computed_tokens = num_computed
             sequence.num_passed_over = 0
         with_output = batch.sequences_with_output()
         for sequence in with_output:
             sequence.num_in_flight += 1
-        if batch.chunks:
+            if sequence.request.targets is not None:
+                schedule_token(sequence, end_s)
+            if sequence.num_unscheduled == 0:
+                self._placement.note_spent(sequence)
+        if prefilled or recomputed:
             self._tally.add(prefilled_tokens=prefilled, recomputed_tokens=recomputed)
         return tuple(sequence.sequence_id for sequence in with_output)
 
-    def apply(self, result: IterationResult) -> Applied:
+    def apply(self, result: IterationResult, now: float) -> Applied:
         """Takes the result of the oldest plan not yet applied; one of an earlier epoch changes nothing.
 
         Sequences that end here by an end token or by length are finished. Raises ValueError, and changes nothing, for
@@ -201,11 +227,12 @@ class Scheduler:
         if tuple(sequence_id for sequence_id, _ in result.tokens) != planned.expected:
             raise ValueError(f"iteration {result.iteration} yields tokens of other sequences than planned")
         self._in_flight.popleft()
+        self._running_since_s = now
         self._nothing_to_plan = False
         if planned.computes:
             self._calibration.observe(planned.mode, planned.uncalibrated_s, result.timings.total_ns / 1e9)
         events = [
-            self._take_token(sequence, token_id, result)
+            self._take_token(sequence, token_id, result, now)
             for sequence_id, token_id in result.tokens
             if (sequence := self._live.get(sequence_id)) is not None
         ]
@@ -216,8 +243,10 @@ class Scheduler:
         )
         return Applied(tuple(events))
 
-    def _take_token(self, sequence: Sequence, token_id: int, result: IterationResult) -> TokenEvent:
+    def _take_token(self, sequence: Sequence, token_id: int, result: IterationResult, now: float) -> TokenEvent:
         sequence.num_in_flight -= 1
+        if not sequence.outputs:
+            take_first_token(sequence, now)
         sequence.outputs.append(token_id)
         finish: Literal["end_token", "length"] | None = None
         if token_id in sequence.request.end_token_ids:

@@ -7,6 +7,16 @@ from svc_common.plan import Sampling, Tier
 
 
 @dataclass(frozen=True, slots=True)
+class Targets:
+    """When a request's tokens are due (its SLO)."""
+
+    ttft_s: float
+    """From arrival to the first token."""
+    tpot_s: float
+    """From each token to the next, on average over the request."""
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceRequest:
     """What a caller wants generated."""
 
@@ -14,6 +24,8 @@ class SequenceRequest:
     max_new_tokens: int
     sampling: Sampling
     end_token_ids: frozenset[int]
+    targets: Targets | None = None
+    """None: as soon as throughput allows."""
 
 
 class State(Enum):
@@ -50,6 +62,13 @@ class Sequence:
     num_passed_over: int = 0
     """Plans in a row that could have run it and did not, to keep the processors in balance."""
     num_recomputations: int = 0
+    arrival_s: float = 0.0
+    due_s: float = 0.0
+    """When the next token that is not yet scheduled should come."""
+    first_token_s: float | None = None
+    """When the first token came or, while it is in flight, is expected. Kept only with targets."""
+    is_late: bool = False
+    """Its targets can't be met any more."""
     num_once_computed_tokens: int = 0
     """The furthest any stay came: what lies before it is recomputed."""
 

@@ -69,10 +69,15 @@ INVALID: dict[str, tuple[str, tuple[SubBatch, ...], dict[str, Any]]] = {
     "empty chunk": ("chunk 4 to 4", (SubBatch(prefills=(PrefillChunk(2, 4, 0),)),), {}),
     "too few blocks": ("too few for 5", (SubBatch(prefills=(PrefillChunk(2, 4, 1),)),), {}),
     "sequence twice": ("sequence 1 appears twice", (SubBatch(gpu_decodes=(1, 1)),), {}),
-    "prefill in the second": (
-        "the second holds CPU decodes only",
-        (SubBatch(gpu_decodes=(1,)), SubBatch(prefills=(PrefillChunk(2, 4, 1),))),
+    "GPU decode in the second": (
+        "the second holds no GPU decodes",
+        (SubBatch(prefills=(PrefillChunk(2, 4, 1),)), SubBatch(gpu_decodes=(1,))),
         {},
+    ),
+    "a gap between the parts of a prompt": (
+        "chunk 6 to 7, but 5 of 9",
+        (SubBatch(prefills=(PrefillChunk(2, 4, 1),)), SubBatch(prefills=(PrefillChunk(2, 6, 1),))),
+        {"new_blocks": (NewBlocks(2, (5,)),)},
     ),
     "too many tokens": (
         "300 tokens in an iteration",

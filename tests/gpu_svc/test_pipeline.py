@@ -100,6 +100,30 @@ def test_two_sub_batches(
     assert_reference_tokens(reference(variant), driver)
 
 
+@pytest.mark.parametrize("variant", HOST_VARIANTS)
+@pytest.mark.parametrize("tier", [Tier.GPU, Tier.HOST])
+def test_a_prompt_goes_on_from_the_first_sub_batch_to_the_second(
+    variant: str, tier: Tier, checkpoint: GetFiles, reference: GetReference, make_driver: MakeDriver, cpu_attention: Any
+) -> None:
+    """Cut twice in each iteration, at no block's edge, beside CPU decodes in both sub-batches."""
+    driver = make_driver(load_decoder(checkpoint(variant)), 60, cpu_attention)
+    driver.prefill(1, PROMPTS[1], Tier.HOST, chunk_tokens=16, room_tokens=20)
+    driver.prefill(2, PROMPTS[2], Tier.HOST, chunk_tokens=16, room_tokens=20)
+    prompt = PROMPTS[6]  # 69 tokens
+    new = NewSequence(6, np.array(prompt, "i4"), tier, driver.blocks(tier, len(prompt) + 20))
+    for start, middle, end in ((0, 13, 30), (30, 37, 69)):
+        result = driver.run(
+            SubBatch(prefills=(PrefillChunk(6, start, middle - start),), cpu_decodes=(1,)),
+            SubBatch(prefills=(PrefillChunk(6, middle, end - middle),), cpu_decodes=(2,)),
+            new_sequences=() if start else (new,),
+        )
+    assert [sequence_id for sequence_id, _ in result.tokens] == [1, 6, 2]
+    decodes = {"gpu_decodes": (6,)} if tier is Tier.GPU else {"cpu_decodes": (6,)}
+    for _ in range(6):
+        driver.run(SubBatch(**decodes), SubBatch(cpu_decodes=(1, 2)))
+    assert_reference_tokens(reference(variant), driver, {i: PROMPTS[i] for i in (1, 2, 6)})
+
+
 def test_swaps_there_and_back(
     checkpoint: GetFiles, reference: GetReference, make_driver: MakeDriver, cpu_attention: Any
 ) -> None:

@@ -123,7 +123,9 @@ def test_gpu_only_iteration():
     load = SubBatchLoad(prefill_chunks=((50, 0), (46, 100)), num_gpu_decodes=4, gpu_context_tokens=400, num_outputs=6)
     layer_s = 2e-3 + 50e-6 + 46e-6 * 101 + 4e-4
     assert estimator.iteration_s(load) == pytest.approx(4 * layer_s + 1.5e-3 + 5e-4)
-    assert estimator.iteration_s(load, swap_bytes=10**6) == pytest.approx(4 * layer_s + 1.5e-3 + 5e-4 + 1e-3)
+    assert estimator.iteration_s(load, swap_out_bytes=6 * 10**5, swap_in_bytes=4 * 10**5) == pytest.approx(
+        4 * layer_s + 1.5e-3 + 5e-4 + 1e-3
+    )
 
 
 def test_one_batch_with_cpu_decodes_runs_both_attentions_side_by_side():

@@ -93,7 +93,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(total_ns=st.sampled_from([0, 1, 1_000_000, 10**12]))
     def apply(self, total_ns):
         result = self.executor.run(self.unapplied.popleft(), total_ns)
-        for event in self.scheduler.apply(result).tokens:
+        for event in self.scheduler.apply(result, now=self.now).tokens:
             assert event.sequence_id in self.open
             stream = self.streams[event.sequence_id]
             stream.append(event.token_id)
@@ -153,7 +153,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.stale)
     @rule()
     def late_result_of_an_earlier_epoch(self):
-        assert self.scheduler.apply(self.stale.pop()).tokens == ()
+        assert self.scheduler.apply(self.stale.pop(), now=0.0).tokens == ()
 
     # --- what must hold
 

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 from support.planning import Loop, make_capacity, make_estimator
 
-from planner_svc.scheduler.balance import MAX_PASSED_OVER
+from planner_svc.scheduler.urgency import MAX_PASSED_OVER
 from svc_common.plan import Tier
 
 SLOW_CPU = make_estimator(cpu_token_s=1e-2)

@@ -195,7 +195,7 @@ class FakeExecutor:
         batches = plan.sub_batches
         assert len(batches) <= 2
         assert all(batch.num_tokens for batch in batches), "an empty sub-batch"
-        assert not any(batch.prefills or batch.gpu_decodes for batch in batches[1:])
+        assert not any(batch.gpu_decodes for batch in batches[1:])
         assert sum(batch.num_tokens for batch in batches) <= self.capacity.max_batch_tokens
         cpu_decodes = [sequence_id for batch in batches for sequence_id in batch.cpu_decodes]
         assert (plan.mode is Mode.ASYMMETRIC) == bool(cpu_decodes)
@@ -213,7 +213,9 @@ class FakeExecutor:
                 for sequence_id in decodes:
                     computed.append(sequence_id)
                     tokens.append(self._decode(sequence_id, tier))
-        assert len(set(computed)) == len(computed), "a sequence twice in an iteration"
+        split = {chunk.sequence_id for batch in batches[1:] for chunk in batch.prefills}
+        split &= {chunk.sequence_id for batch in batches[:1] for chunk in batch.prefills}
+        assert len(set(computed)) == len(computed) - len(split), "a sequence twice in an iteration"
         grown = {more.sequence_id for more in plan.new_blocks}
         assert grown <= set(computed), "blocks for a sequence that does not compute"
         return tuple(tokens)
@@ -304,7 +306,7 @@ class Loop:
 
     def apply(self) -> tuple[TokenEvent, ...]:
         """Runs and applies the oldest plan in flight."""
-        events = self.scheduler.apply(self.executor.run(self.unapplied.popleft())).tokens
+        events = self.scheduler.apply(self.executor.run(self.unapplied.popleft()), now=0.0).tokens
         for event in events:
             self.streams[event.sequence_id].append(event.token_id)
             if event.finish:

@@ -1,0 +1,202 @@
+"""What the planner is judged by: rates that keep targets, throughput of bursts, and what a plan costs.
+
+Workloads and machines come from a simulation spec (`--spec`, by default shared/simulation above the repository). Rates
+are simulated, so they are the same on every machine; only the cost of a plan is measured here.
+"""
+
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from results import Row, arguments, publish
+
+from planner_svc.estimator import HardwareSpec, ModelFigures, RooflineEstimator
+from planner_svc.scheduler import Capacity, Scheduler, SequenceRequest, Targets
+from planner_svc.simulator.executor import SimulatedExecutor
+from planner_svc.simulator.runs import POLICIES, run
+from planner_svc.simulator.spec import Profile, read_profile
+from planner_svc.simulator.workload import Arrival, read_workload
+from svc_common.plan import Sampling
+
+IN_TIME = 0.9
+"""Share of the requests that must meet both targets."""
+AT_90 = (
+    # profile, workload, rate that must be reached, best baseline's rate as published with the spec
+    ("t4", "osc-1000", 3.6, 1.18),
+    ("a10g-4x", "conv", 1.5, 1.40),
+    ("a10g-8x", "conv", 1.72, 1.40),
+    ("a10g-16x", "conv", 1.8, 1.40),
+)
+BURSTS = (
+    ("a10g-8x", "conv", 2.0),
+    ("a10g-16x", "syn-1000-200-2000", 2.6),
+)
+NO_LOSS = (
+    ("a10g-4x", "syn-1000-200-2000", 0.0),
+    ("h100x2-70b", "conv", 0.0),
+    ("h100-8b", "conv", 0.0),
+    ("h100x2-70b", "conv", 2.27),
+    ("h100-8b", "conv", 10.0),
+    ("l4", "conv", 0.7),
+    ("rtx4090", "conv", 1.8),
+)
+"""Profile, workload, rate: where no baseline may be better by more than 2 %. Rate 0: a burst, by throughput."""
+
+
+def main() -> None:
+    parser = arguments(__doc__.splitlines()[0])
+    parser.add_argument(
+        "--spec", type=Path, default=_shared_spec(), help="simulation spec; its workloads lie beside it"
+    )
+    parser.add_argument("--only-cost", action="store_true", help="measure the cost of a plan alone")
+    options = parser.parse_args()
+    rows = [] if options.only_cost else list(_simulated(options.spec))
+    rows += _costs()
+    about = "Simulated on the machines and workloads of the simulation spec; the cost of a plan is measured."
+    publish("planner", "Planner", "make bench-planner", about, rows, options.publish)
+
+
+def _shared_spec() -> Path | None:
+    places = [folder / "shared" / "simulation" / "spec.json" for folder in Path(__file__).resolve().parents]
+    return next((place for place in places if place.exists()), None)
+
+
+def _simulated(spec: Path | None) -> Iterator[Row]:
+    if spec is None:
+        print("no simulation spec: rates are not simulated; give one with --spec", file=sys.stderr)
+        return
+    for profile, workload, rate, baseline in AT_90:
+        metrics = run("neoflex", *_input(spec, profile, workload), rate)
+        yield Row(
+            f"{profile}: {workload} at {rate:g} req/s",
+            metrics.slo / IN_TIME,
+            f"share in time / {IN_TIME:g}",
+            1.0,
+            detail=f"{metrics.slo:.3f} in time, longest gap {metrics.gap_max:.1f} s; best baseline {baseline:g} req/s",
+        )
+    metrics = run("neoflex", *_input(spec, "t4", "osc-1000"), 3.2)
+    latency = f"{metrics.pertok_mean:.3f} s a token"
+    yield Row("t4: osc-1000 at 3.2 req/s", metrics.pertok_mean / 0.2, "latency a token / 0.2 s", 1.0, False, latency)
+    for profile, workload, target in BURSTS:
+        metrics = run("neoflex", *_input(spec, profile, workload), 0.0)
+        detail = f"{metrics.thr_makespan:.2f} req/s"
+        yield Row(
+            f"{profile}: burst of {workload}", metrics.thr_makespan / target, f"req/s / {target:g}", 1.0, detail=detail
+        )
+    for profile, workload, rate in NO_LOSS:
+        yield _no_loss(spec, profile, workload, rate)
+
+
+def _no_loss(spec: Path, profile: str, workload: str, rate: float) -> Row:
+    """Against the best of all baselines."""
+    results = {name: run(name, *_input(spec, profile, workload), rate) for name in POLICIES}
+    values = {name: result.slo if rate else result.thr_makespan for name, result in results.items()}
+    ours = values.pop("neoflex")
+    best = max(values, key=lambda name: values[name])
+    what = f"{workload} at {rate:g} req/s" if rate else f"burst of {workload}"
+    unit = "in time" if rate else "req/s"
+    detail = f"{ours:.3f} {unit}, {values[best]:.3f} {best}"
+    return Row(f"{profile}: {what}", ours / values[best], "neoflex / best baseline", 0.98, detail=detail)
+
+
+def _input(spec: Path, profile: str, workload: str) -> tuple[Profile, list[Arrival]]:
+    return read_profile(spec, profile), read_workload(spec.parent / "workloads" / f"{workload}.json")
+
+
+# --- what a plan costs
+
+
+def _costs() -> list[Row]:
+    usual = _plan_times(num_running=1024, num_waiting=1024)
+    half = _plan_times(num_running=512, num_waiting=1024)
+    crowded = _plan_times(num_running=1024, num_waiting=10_000)
+    p99, p50 = _quantile(usual, 0.99), statistics.median(usual)
+    return [
+        Row(
+            "a plan, 1,024 running, 1,024 waiting",
+            p99 / 2e-3,
+            "p99 / 2 ms",
+            1.0,
+            False,
+            f"p50 {p50 * 1e3:.2f} ms, p99 {p99 * 1e3:.2f} ms",
+        ),
+        Row("twice as many running", p50 / statistics.median(half), "1,024 / 512, p50", 2.2, False),
+        Row("10,000 waiting", statistics.median(crowded) / p50, "10,000 / 1,024, p50", 1.1, False),
+    ]
+
+
+HARDWARE = HardwareSpec(
+    gpu_flops_per_s=1e15,
+    linear_efficiency=0.5,
+    attention_efficiency=0.3,
+    gpu_bytes_per_s=6e11,
+    gpu_bandwidth_efficiency=0.8,
+    cpu_bytes_per_s=2e12,
+    cpu_bandwidth_efficiency=0.8,
+    link_bytes_per_s=2e10,
+    launch_s=5e-5,
+    cpu_sequence_s=1e-8,
+    cpu_hop_s=5e-5,
+    iteration_s=1e-3,
+)
+"""A CPU that keeps up with a thousand sequences."""
+MODEL = ModelFigures(32, 4096, 14336, 32, 8, 128, 128256)
+
+
+class _Loaded:
+    """A scheduler with so many sequences decoding, a quarter of them on the GPU, and its executor."""
+
+    def __init__(self, num_running: int, num_waiting: int) -> None:
+        capacity = Capacity(
+            gpu_blocks=num_running // 4 * 12,
+            host_blocks=num_running * 200,
+            block_tokens=16,
+            max_sequences=num_running,
+            max_batch_tokens=2 * num_running,
+            max_sequence_tokens=4096,
+            block_bytes=16 * 4096 * 32,
+        )
+        self._estimator = RooflineEstimator(HARDWARE, MODEL)
+        self.scheduler = Scheduler(capacity, self._estimator, "auto", 2 * (num_running + num_waiting))
+        self._executor = SimulatedExecutor(self._estimator, self._estimator.kv_bytes_per_token)
+        self._now = 0.0
+        self._add(num_running)
+        while self.scheduler.num_waiting:
+            self.step()
+        self._add(num_waiting)
+        for _ in range(10):
+            self.step()
+
+    def _add(self, num_requests: int) -> None:
+        request = SequenceRequest((0,) * 100, 3000, Sampling(), frozenset(), Targets(60.0, 10.0))
+        for _ in range(num_requests):
+            self.scheduler.add(request, self._now)
+
+    def step(self) -> float:
+        """Seconds that the plan took to make."""
+        start = time.perf_counter()
+        plan = self.scheduler.plan(self._now)
+        seconds = time.perf_counter() - start
+        assert plan is not None
+        iteration_s, result = self._executor.run(plan)
+        self._now += iteration_s
+        self.scheduler.apply(result, self._now)
+        return seconds
+
+
+def _plan_times(num_running: int, num_waiting: int, num_plans: int = 300) -> list[float]:
+    loaded = _Loaded(num_running, num_waiting)
+    times = [loaded.step() for _ in range(num_plans)]
+    assert loaded.scheduler.num_running == num_running
+    assert loaded.scheduler.counters.asymmetric_iterations >= num_plans
+    return times
+
+
+def _quantile(values: list[float], share: float) -> float:
+    return sorted(values)[int(share * len(values))]
+
+
+if __name__ == "__main__":
+    main()

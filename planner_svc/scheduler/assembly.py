@@ -1,0 +1,111 @@
+"""Gathers what the next iteration could compute, and what it may take: between the queues and the decision."""
+
+from planner_svc.estimator import Calibration, Estimator, SubBatchLoad
+from planner_svc.scheduler.candidates import Shape, Work
+from planner_svc.scheduler.decision import Bounds
+from planner_svc.scheduler.limits import Capacity, ModePolicy
+from planner_svc.scheduler.pace import Mix, Pace
+from planner_svc.scheduler.placement import Decodes, Placement
+from planner_svc.scheduler.prompts import Prompts, needed_tokens_per_s
+from planner_svc.scheduler.residency import Residency
+from planner_svc.scheduler.search import last_fitting
+from planner_svc.scheduler.sequence import Sequence
+from planner_svc.scheduler.urgency import bounds
+from planner_svc.scheduler.waiting import WaitingQueue
+from svc_common.plan import Mode, Tier
+
+_BATCH_KNEES = 8
+_BATCH_TOKENS = 512
+"""Without anything due, what an iteration prefills at most: more would only make decodes wait."""
+_KNEE_EXCESS = 1.05
+"""A batch at the knee takes this many times what one token takes."""
+_RATE_KNEES = 4
+_RATE_SHARE = 0.8
+"""A batch of so many knees shows how fast prompts can be computed; decodes take the rest."""
+_SHORTEST_S = 1e-9
+
+
+class Assembly:
+    """Lives as long as an epoch; changes nothing."""
+
+    def __init__(
+        self,
+        capacity: Capacity,
+        estimator: Estimator,
+        calibration: Calibration,
+        policy: ModePolicy,
+        residency: Residency,
+        placement: Placement,
+        queue: WaitingQueue,
+        mix: Mix,
+    ) -> None:
+        self._capacity = capacity
+        self._estimator = estimator
+        self._calibration = calibration
+        self._policy = policy
+        self._residency = residency
+        self._placement = placement
+        self._queue = queue
+        self._mix = mix
+        self._knee_tokens = _knee_tokens(estimator, capacity.max_batch_tokens)
+        num_tokens = _RATE_KNEES * self._knee_tokens
+        seconds = estimator.iteration_s(SubBatchLoad(prefill_chunks=((num_tokens, 0),), num_outputs=1))
+        self._prefill_tokens_per_s = _RATE_SHARE * num_tokens / max(_SHORTEST_S, seconds)
+
+    def collect(self, decodes: Decodes, start_s: float) -> tuple[Work, Bounds, list[Sequence]]:
+        """What could run, how long it may take, and the prompts held back for want of the CPU's time."""
+        capacity, residency = self._capacity, self._residency
+        work = Work(self._estimator, decodes.gpu, decodes.host, self._swap_bytes())
+        longest_s = self._longest_s(work, decodes, start_s)
+        # Prompts get what decodes leave, those on the CPU included, so that they never crowd them out.
+        budget = capacity.max_batch_tokens - len(decodes.gpu) - len(decodes.host)
+        if longest_s == float("inf"):
+            budget = min(budget, max(_BATCH_TOKENS, _BATCH_KNEES * self._knee_tokens))
+        ratio = self._mix.prefill_per_decode
+        pace = self._pace(ratio)
+        prompts = Prompts(capacity, residency, self._placement, self._queue, pace)
+        chunks = prompts.propose(budget, start_s, self._prefill_tokens_per_s)
+        work.take(chunks)
+        # With targets, what is not needed now is left for later in any case.
+        is_crowded = prompts.is_crowded or longest_s < float("inf")
+        limits = Bounds(
+            longest_s=longest_s,
+            num_prefill_tokens=budget,
+            num_free_tokens=self._knee_tokens,
+            prefill_tokens_per_s=needed_tokens_per_s(chunks, start_s),
+            is_crowded=is_crowded,
+            runs_cpu=is_crowded and longest_s == float("inf") and pace.is_worthwhile(),
+            prefill_worth=1 / max(ratio, 1e-3),
+        )
+        return work, limits, prompts.held_back
+
+    def _swap_bytes(self) -> tuple[int, int]:
+        """Out to the host and in to the GPU, of the moves decided so far."""
+        num_blocks = dict.fromkeys(Tier, 0)
+        for swap in self._residency.changes.swaps.values():
+            num_blocks[swap.target] += len(swap.blocks)
+        size = self._capacity.block_bytes
+        return num_blocks[Tier.HOST] * size, num_blocks[Tier.GPU] * size
+
+    def _longest_s(self, work: Work, decodes: Decodes, start_s: float) -> float:
+        """Until the first due token that can still come in time; inf where there is none."""
+        earliest_s = start_s + work.seconds(Shape(0, 0)) * self._calibration.factor(Mode.GPU_ONLY)
+        due = [item.due_s for item in (*decodes.gpu, *decodes.host) if item.due_s >= earliest_s and bounds(item)]
+        return min(due, default=float("inf")) - start_s
+
+    def _pace(self, prefill_per_decode: float) -> Pace:
+        return Pace(
+            self._estimator,
+            self._calibration,
+            self._residency.sequences,
+            max_tokens=self._capacity.max_batch_tokens,
+            max_sequences=self._capacity.max_sequences,
+            prefill_per_decode=prefill_per_decode if len(self._queue) else 0.0,
+            admits_all=self._policy == "asymmetric",
+        )
+
+
+def _knee_tokens(estimator: Estimator, highest: int) -> int:
+    """Tokens up to which linear operations take about the time of one: reading the weights bounds them."""
+    limit_s = _KNEE_EXCESS * estimator.linear_s(1)
+    return last_fitting(1, highest, lambda num_tokens: estimator.linear_s(num_tokens) <= limit_s)

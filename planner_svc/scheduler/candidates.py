@@ -1,0 +1,145 @@
+"""What one iteration could compute, as sums from which any part of it is priced quickly. Changes nothing."""
+
+from bisect import bisect_left
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from planner_svc.estimator import EMPTY_LOAD, Estimator, SubBatchLoad
+from planner_svc.scheduler.batch import Batch, Chunk
+from planner_svc.scheduler.sequence import Sequence
+from svc_common.plan import Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How much of the work an iteration takes, and in how many sub-batches."""
+
+    num_prefill_tokens: int
+    num_cpu_decodes: int
+    is_split: bool = False
+    """Two sub-batches. The CPU attends for the second while the GPU computes the first's linear operations."""
+
+
+class Work:
+    """Prompt chunks, GPU decodes and CPU decodes, each in order of preference: a shape takes them from the front."""
+
+    def __init__(
+        self,
+        estimator: Estimator,
+        gpu_decodes: list[Sequence],
+        cpu_decodes: list[Sequence],
+        swap_bytes: tuple[int, int],
+    ) -> None:
+        """`swap_bytes`: out to the host and in to the GPU."""
+        self._estimator = estimator
+        self.chunks: list[Chunk] = []
+        self.gpu_decodes = gpu_decodes
+        self.cpu_decodes = cpu_decodes
+        self._swap_bytes = swap_bytes
+        self._chunk_ends: list[int] = []
+        self._gpu_context = sum([item.num_computed_tokens for item in gpu_decodes]) + len(gpu_decodes)
+        self._cpu_contexts = [0, *accumulate([item.num_computed_tokens + 1 for item in cpu_decodes])]
+
+    def take(self, chunks: list[Chunk]) -> None:
+        """Adds the prompts; decodes alone come first, since they set how long an iteration may be."""
+        self.chunks = chunks
+        self._chunk_ends = list(accumulate(chunk.num_tokens for chunk in chunks))
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Of all chunks."""
+        return self._chunk_ends[-1] if self.chunks else 0
+
+    def seconds(self, shape: Shape) -> float:
+        """Predicted, uncalibrated."""
+        return self._estimator.iteration_s(*self.loads(shape), *self._swap_bytes)
+
+    def cpu_excess_s(self, shape: Shape) -> float:
+        """By how much CPU attention outlasts the GPU's work beside it, in a layer's worse half. 0 and less: hidden."""
+        estimator = self._estimator
+        loads = self.loads(shape)
+        linear_s = [estimator.linear_s(load.num_tokens) for load in loads]
+        gpu_s = [self._gpu_attention_s(load) for load in loads]
+        cpu_s = [estimator.cpu_decode_s(load.num_cpu_decodes, load.cpu_context_tokens) for load in loads]
+        if not shape.is_split:
+            return cpu_s[0] - gpu_s[0]
+        return max(cpu_s[1] - linear_s[0] - gpu_s[1], cpu_s[0] - linear_s[1] - gpu_s[0])
+
+    def _gpu_attention_s(self, load: SubBatchLoad) -> float:
+        prefill_s = sum(self._estimator.prefill_s(tokens, past) for tokens, past in load.prefill_chunks)
+        return prefill_s + self._estimator.gpu_decode_s(load.num_gpu_decodes, load.gpu_context_tokens)
+
+    def loads(self, shape: Shape) -> tuple[SubBatchLoad, SubBatchLoad]:
+        """As the estimator takes them."""
+        num_first_tokens, num_second = self._division(shape)
+        second_context = self._cpu_contexts[num_second]
+        first = self._load(
+            self._pieces(0, num_first_tokens),
+            (len(self.gpu_decodes), self._gpu_context),
+            (shape.num_cpu_decodes - num_second, self._cpu_contexts[shape.num_cpu_decodes] - second_context),
+        )
+        if not shape.is_split:
+            return first, EMPTY_LOAD
+        pieces = self._pieces(num_first_tokens, shape.num_prefill_tokens)
+        return first, self._load(pieces, (0, 0), (num_second, second_context))
+
+    def batch(self, shape: Shape) -> Batch:
+        """The work itself."""
+        num_first_tokens, num_second = self._division(shape)
+        return Batch(
+            chunks=(
+                self._cut(0, num_first_tokens),
+                self._cut(num_first_tokens, shape.num_prefill_tokens),
+            ),
+            gpu_decodes=self.gpu_decodes,
+            cpu_decodes=(self.cpu_decodes[num_second : shape.num_cpu_decodes], self.cpu_decodes[:num_second]),
+        )
+
+    def _division(self, shape: Shape) -> tuple[int, int]:
+        """(prefill tokens of the first sub-batch, CPU decodes of the second).
+
+        Both get the same number of tokens as far as prompts allow, so that a second read of the weights costs least;
+        either then hides half of the CPU's attention.
+        """
+        if not shape.is_split:
+            return shape.num_prefill_tokens, 0
+        half_context = self._cpu_contexts[shape.num_cpu_decodes] / 2
+        num_second = bisect_left(self._cpu_contexts, half_context, 0, shape.num_cpu_decodes)
+        num_tokens = shape.num_prefill_tokens + len(self.gpu_decodes) + shape.num_cpu_decodes
+        num_second_tokens = min(shape.num_prefill_tokens, max(0, num_tokens // 2 - num_second))
+        return shape.num_prefill_tokens - num_second_tokens, num_second
+
+    @staticmethod
+    def _load(pieces: list[tuple[Chunk, int, int]], gpu: tuple[int, int], cpu: tuple[int, int]) -> SubBatchLoad:
+        """`gpu`, `cpu`: decodes and their context tokens."""
+        on_host = [(num_tokens, past) for chunk, num_tokens, past in pieces if chunk.tier is Tier.HOST]
+        num_finished = sum([past + num_tokens == chunk.total_tokens for chunk, num_tokens, past in pieces])
+        return SubBatchLoad(
+            prefill_chunks=tuple([(num_tokens, past) for _, num_tokens, past in pieces]),
+            num_gpu_decodes=gpu[0],
+            gpu_context_tokens=gpu[1],
+            num_cpu_decodes=cpu[0],
+            cpu_context_tokens=cpu[1],
+            host_prefill_tokens=sum([num_tokens for num_tokens, _ in on_host]),
+            host_past_tokens=sum([past for _, past in on_host]),
+            num_outputs=num_finished + gpu[0] + cpu[0],
+        )
+
+    def _cut(self, start: int, end: int) -> list[Chunk]:
+        return [
+            chunk if num_tokens == chunk.num_tokens else replace(chunk, start=past, num_tokens=num_tokens)
+            for chunk, num_tokens, past in self._pieces(start, end)
+        ]
+
+    def _pieces(self, start: int, end: int) -> list[tuple[Chunk, int, int]]:
+        """(chunk, tokens of it, tokens of its sequence before them) between two places in the line of all chunks."""
+        pieces = []
+        index = bisect_left(self._chunk_ends, start + 1)
+        while start < end:
+            chunk = self.chunks[index]
+            chunk_start = self._chunk_ends[index] - chunk.num_tokens
+            num_tokens = min(end, self._chunk_ends[index]) - start
+            pieces.append((chunk, num_tokens, chunk.start + start - chunk_start))
+            start += num_tokens
+            index += 1
+        return pieces

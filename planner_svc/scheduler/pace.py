@@ -1,0 +1,183 @@
+"""Whether the CPU has time for one more sequence: the pace of all of them once they all decode.
+
+Admission by memory alone lets the CPU fall behind until nobody's tokens come in time.
+"""
+
+from collections.abc import Iterable
+
+from planner_svc.estimator import Calibration, Estimator, SubBatchLoad
+from planner_svc.scheduler.search import last_fitting
+from planner_svc.scheduler.sequence import Sequence
+from planner_svc.scheduler.urgency import bounds
+from svc_common.plan import Mode, Tier
+
+_MARGIN = 0.95
+"""Of the pace that the tightest target asks for: contexts grow."""
+_SHARE = 0.9
+"""Of the tokens that the GPU alone could compute in that time, and that must remain possible: prompts are due, too."""
+_SURPLUS = 1.2
+"""Over what the CPU should attend at a time: some of it still prefills."""
+_WEIGHT = 0.02
+"""Of the newest request in the averages."""
+
+
+class Mix:
+    """How long prompts and answers are, on average over the last requests."""
+
+    def __init__(self) -> None:
+        self.prompt_tokens = 0.0
+        self.output_tokens = 0.0
+        self._num_finished = 0
+
+    def arrive(self, sequence: Sequence) -> None:
+        """Until answers end, they count as what is asked for at most."""
+        prompt_tokens = len(sequence.request.prompt)
+        self.prompt_tokens = _average(self.prompt_tokens, prompt_tokens)
+        if self._num_finished == 0:
+            self.output_tokens = _average(self.output_tokens, sequence.request.max_new_tokens)
+
+    def finish(self, sequence: Sequence) -> None:
+        if sequence.outputs:
+            self._num_finished += 1
+            self.output_tokens = _average(self.output_tokens, len(sequence.outputs))
+
+    @property
+    def prefill_per_decode(self) -> float:
+        """Prompt tokens for each token of an answer."""
+        return self.prompt_tokens / self.output_tokens if self.output_tokens else 1.0
+
+
+def _average(before: float, value: float) -> float:
+    return before + _WEIGHT * (value - before) if before else value
+
+
+class Pace:
+    """Sums over the residents of both tiers, those that still prefill counted as if they decoded."""
+
+    def __init__(
+        self,
+        estimator: Estimator,
+        calibration: Calibration,
+        residents: Iterable[Sequence],
+        max_tokens: int,
+        max_sequences: int,
+        prefill_per_decode: float,
+        admits_all: bool,
+    ) -> None:
+        """`prefill_per_decode`: prompt tokens that come with each decode; 0 while no prompt waits."""
+        self._max_tokens = max_tokens
+        self._max_sequences = max_sequences
+        self._admits_all = admits_all
+        self._alone: int | None = None
+        self._best: float | None = None
+        self._estimator = estimator
+        self._calibration = calibration
+        self._prefill_per_decode = prefill_per_decode
+        self._residents = residents
+        self._joined: list[tuple[Sequence, Tier]] = []
+        self._is_summed = False
+        self._num = {Tier.GPU: 0, Tier.HOST: 0}
+        self._context = {Tier.GPU: 0, Tier.HOST: 0}
+        self._tightest_s = float("inf")
+
+    def join(self, sequence: Sequence, tier: Tier) -> None:
+        """It is admitted in this plan."""
+        if self._is_summed:
+            self._add(sequence, tier)
+        else:
+            self._joined.append((sequence, tier))
+
+    def _sum(self) -> None:
+        """Not before somebody asks: most plans admit nobody to the host."""
+        if self._is_summed:
+            return
+        self._is_summed = True
+        for sequence in self._residents:
+            self._add(sequence, sequence.tier)
+        for sequence, tier in self._joined:
+            self._add(sequence, tier)
+
+    def _add(self, sequence: Sequence, tier: Tier) -> None:
+        if sequence.is_late:
+            return  # It runs when there is time to spare.
+        self._num[tier] += 1
+        self._context[tier] += max(sequence.num_computed_tokens, sequence.num_tokens) + 1
+        if bounds(sequence):
+            assert sequence.request.targets is not None
+            self._tightest_s = min(self._tightest_s, sequence.request.targets.tpot_s)
+
+    def allows(self, sequence: Sequence) -> bool:
+        """With targets, every token must still come in time; without, the CPU must not make the GPU wait."""
+        if self._admits_all:
+            return True
+        self._sum()
+        num_cpu = self._num[Tier.HOST] + 1
+        cpu_context = self._context[Tier.HOST] + sequence.num_tokens + 1
+        tightest_s = self._tightest_s
+        if bounds(sequence):
+            assert sequence.request.targets is not None
+            tightest_s = min(tightest_s, sequence.request.targets.tpot_s)
+        if tightest_s < float("inf"):
+            limit_s = _MARGIN * tightest_s / self._calibration.factor(Mode.ASYMMETRIC)
+            num_gpu = self._num[Tier.GPU]
+            num_tokens = _SHARE * (self._prefill_alone(tightest_s) + num_gpu)
+            num_prefill = max(0, round(num_tokens) - num_gpu - num_cpu)
+            return any(seconds <= limit_s for seconds in self._options(num_cpu, cpu_context, num_prefill))
+        # Half of the newcomer: on average the CPU then has what it should.
+        return cpu_context - sequence.num_tokens / 2 <= _SURPLUS * self._best_cpu_context(sequence.num_tokens + 1)
+
+    def is_worthwhile(self) -> bool:
+        """Whether the decodes on the CPU, run with each iteration, raise throughput while prompts wait."""
+        self._sum()
+        context = self._context[Tier.HOST]
+        return context > 0 and context <= 2 * self._best_cpu_context(context)
+
+    def _best_cpu_context(self, newcomer: int) -> float:
+        """Tokens on the CPU with which most tokens a second come, each with the prefill that its successor needs."""
+        if self._best is None:
+            num_gpu = self._num[Tier.GPU]
+            num = num_gpu + self._num[Tier.HOST]
+            mean_context = sum(self._context.values()) / num if num else newcomer
+            counts, count = [0], 1
+            while count <= self._max_sequences:
+                counts.append(count)
+                count += max(1, count // 4)
+
+            def tokens_per_s(num_cpu: int) -> float:
+                num_prefill = round(self._prefill_per_decode * (num_gpu + num_cpu))
+                options = self._options(num_cpu, round(num_cpu * mean_context), num_prefill)
+                return (num_gpu + num_cpu) / max(1e-9, min(options if num_cpu else options[:1]))
+
+            self._best = mean_context * max(counts, key=tokens_per_s)
+        return self._best
+
+    def _prefill_alone(self, longest_s: float) -> int:
+        """Prefill tokens that an iteration of the GPU alone could take."""
+        if self._alone is None:
+            limit_s = longest_s / self._calibration.factor(Mode.GPU_ONLY)
+            self._alone = last_fitting(0, self._max_tokens, lambda n: self._one_s(0, 0, n) <= limit_s)
+        return self._alone
+
+    def _one_s(self, num_cpu: int, cpu_context: int, num_prefill: int) -> float:
+        """An iteration of one batch in which all decode."""
+        num_gpu, gpu_context = self._num[Tier.GPU], self._context[Tier.GPU]
+        chunks = ((num_prefill, 0),) if num_prefill else ()
+        num_outputs = num_gpu + num_cpu
+        return self._estimator.iteration_s(
+            SubBatchLoad(chunks, num_gpu, gpu_context, num_cpu, cpu_context, num_outputs=num_outputs)
+        )
+
+    def _options(self, num_cpu: int, cpu_context: int, num_prefill: int) -> tuple[float, float]:
+        """Iterations in which all decode, in one batch and in two."""
+        num_gpu, gpu_context = self._num[Tier.GPU], self._context[Tier.GPU]
+        half = num_cpu // 2
+        half_context = cpu_context * half // max(1, num_cpu)
+        num_second = min(num_prefill, max(0, (num_gpu + num_cpu + num_prefill) // 2 - half))
+        first, second = (((n, 0),) if n else () for n in (num_prefill - num_second, num_second))
+        two_s = self._estimator.iteration_s(
+            SubBatchLoad(
+                first, num_gpu, gpu_context, num_cpu - half, cpu_context - half_context, num_outputs=num_gpu + half
+            ),
+            SubBatchLoad(second, num_cpu_decodes=half, cpu_context_tokens=half_context, num_outputs=half),
+        )
+        return self._one_s(num_cpu, cpu_context, num_prefill), two_s

@@ -1,0 +1,86 @@
+"""Plays the executor: follows each plan's sequences, says how long the plan takes, and fabricates its tokens."""
+
+from dataclasses import dataclass
+
+from planner_svc.estimator import EMPTY_LOAD, Estimator, SubBatchLoad
+from svc_common.plan import IterationPlan, IterationResult, PrefillChunk, SubBatch, Tier, Timings
+
+_TOKEN = 0
+
+
+@dataclass(slots=True)
+class _Held:
+    """A sequence as the executor knows it."""
+
+    prompt_tokens: int
+    on_host: bool
+    computed_tokens: int = 0
+
+
+class SimulatedExecutor:
+    """Times come from an estimator: the truth of the simulation, whatever the policy believes."""
+
+    def __init__(self, estimator: Estimator, kv_bytes_per_token: int) -> None:
+        self._estimator = estimator
+        self._kv_bytes_per_token = kv_bytes_per_token
+        self._held: dict[int, _Held] = {}
+
+    def run(self, plan: IterationPlan) -> tuple[float, IterationResult]:
+        """Seconds, and the result that then comes."""
+        for sequence_id in plan.released:
+            self._held.pop(sequence_id)
+        for new in plan.new_sequences:
+            self._held[new.sequence_id] = _Held(len(new.token_ids), new.tier is Tier.HOST)
+        out_tokens = in_tokens = 0
+        for swap in plan.swaps:
+            held = self._held[swap.sequence_id]
+            held.on_host = swap.target is Tier.HOST
+            if held.on_host:
+                out_tokens += held.computed_tokens
+            else:
+                in_tokens += held.computed_tokens
+        tokens: list[tuple[int, int]] = []
+        loads = [self._advance(batch, tokens) for batch in plan.sub_batches]
+        seconds = 0.0
+        if loads or plan.swaps:
+            first, second = (*loads, EMPTY_LOAD, EMPTY_LOAD)[:2]
+            size = self._kv_bytes_per_token
+            seconds = self._estimator.iteration_s(first, second, out_tokens * size, in_tokens * size)
+        timings = Timings(total_ns=round(seconds * 1e9))
+        return seconds, IterationResult(plan.epoch, plan.iteration, tuple(tokens), timings=timings)
+
+    def _advance(self, batch: SubBatch, tokens: list[tuple[int, int]]) -> SubBatchLoad:
+        """Counts the batch's work as done; appends its tokens in the result's order."""
+        chunks = tuple((chunk.num_tokens, chunk.start) for chunk in batch.prefills)
+        on_host = [chunk for chunk in batch.prefills if self._held[chunk.sequence_id].on_host]
+        num_finished = sum(self._prefill(chunk, tokens) for chunk in batch.prefills)
+        gpu_context = self._decode(batch.gpu_decodes, tokens)
+        cpu_context = self._decode(batch.cpu_decodes, tokens)
+        return SubBatchLoad(
+            prefill_chunks=chunks,
+            num_gpu_decodes=len(batch.gpu_decodes),
+            gpu_context_tokens=gpu_context,
+            num_cpu_decodes=len(batch.cpu_decodes),
+            cpu_context_tokens=cpu_context,
+            host_prefill_tokens=sum(chunk.num_tokens for chunk in on_host),
+            host_past_tokens=sum(chunk.start for chunk in on_host),
+            num_outputs=num_finished + len(batch.gpu_decodes) + len(batch.cpu_decodes),
+        )
+
+    def _prefill(self, chunk: PrefillChunk, tokens: list[tuple[int, int]]) -> bool:
+        held = self._held[chunk.sequence_id]
+        held.computed_tokens += chunk.num_tokens
+        if held.computed_tokens < held.prompt_tokens:
+            return False
+        tokens.append((chunk.sequence_id, _TOKEN))
+        return True
+
+    def _decode(self, sequence_ids: tuple[int, ...], tokens: list[tuple[int, int]]) -> int:
+        """Context tokens of them all, those being processed included."""
+        context = 0
+        for sequence_id in sequence_ids:
+            held = self._held[sequence_id]
+            held.computed_tokens += 1
+            context += held.computed_tokens
+            tokens.append((sequence_id, _TOKEN))
+        return context

@@ -1,0 +1,87 @@
+"""What a simulated run is judged by; names and definitions as in the simulation spec."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from planner_svc.scheduler import Targets
+
+
+@dataclass(slots=True)
+class Served:
+    """One request's life, in seconds of simulated time."""
+
+    arrival_s: float
+    output_tokens: int
+    num_tokens: int = 0
+    first_s: float = math.inf
+    last_s: float = math.inf
+    """Of the latest token."""
+    longest_gap_s: float = 0.0
+    """Between two tokens."""
+
+    def take_token(self, now: float) -> None:
+        if self.num_tokens:
+            self.longest_gap_s = max(self.longest_gap_s, now - self.last_s)
+        else:
+            self.first_s = now
+        self.last_s = now
+        self.num_tokens += 1
+
+    @property
+    def finished(self) -> bool:
+        return self.num_tokens == self.output_tokens
+
+    def meets(self, targets: Targets) -> bool:
+        if not self.finished or self.first_s - self.arrival_s > targets.ttft_s:
+            return False
+        return self.last_s - self.first_s <= targets.tpot_s * (self.output_tokens - 1) + 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """Of one run."""
+
+    slo: float
+    """Share of all requests that meet both targets."""
+    thr_makespan: float
+    """Requests a second over the whole run."""
+    thr_mid: float
+    """Requests a second between 30 % and 70 % of the completions: NEO's window."""
+    pertok_mean: float
+    """Mean over the last three quarters of the requests of latency / output tokens, seconds."""
+    gap_p50: float
+    gap_p99: float
+    gap_max: float
+    """Over requests, of the longest time between two tokens, seconds."""
+    ttft_p50: float
+    tpot_p50: float
+    unfinished: int
+
+
+def measure(requests: Sequence[Served], targets: Targets) -> Metrics:
+    """Of at least one request, in order of arrival."""
+    finished = [item for item in requests if item.finished]
+    finishes = sorted(item.last_s for item in finished)
+    low, high = int(len(finishes) * 0.3), int(len(finishes) * 0.7)
+    window_s = finishes[high] - finishes[low] if high > low else 0.0
+    late_part = requests[len(requests) // 4 :]
+    gaps = sorted(item.longest_gap_s for item in requests)
+    tpots = [(item.last_s - item.first_s) / (item.output_tokens - 1) for item in finished if item.output_tokens > 1]
+    return Metrics(
+        slo=sum(item.meets(targets) for item in requests) / len(requests),
+        thr_makespan=len(finishes) / finishes[-1] if finishes else 0.0,
+        thr_mid=(high - low) / window_s if window_s else 0.0,
+        pertok_mean=sum((item.last_s - item.arrival_s) / item.output_tokens for item in late_part) / len(late_part),
+        gap_p50=quantile(gaps, 0.5),
+        gap_p99=quantile(gaps, 0.99),
+        gap_max=gaps[-1],
+        ttft_p50=quantile(sorted(item.first_s - item.arrival_s for item in requests), 0.5),
+        tpot_p50=quantile(sorted(tpots), 0.5),
+        unfinished=len(requests) - len(finished),
+    )
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """Nearest rank; 0 of nothing."""
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0

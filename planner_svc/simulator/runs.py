@@ -1,0 +1,85 @@
+"""One run of a policy on a profile, and the search for the highest rate that it sustains."""
+
+from collections.abc import Callable, Sequence
+
+from planner_svc.scheduler import Scheduler
+from planner_svc.simulator.baselines import GpuOnly, Neo
+from planner_svc.simulator.executor import SimulatedExecutor
+from planner_svc.simulator.metrics import Metrics, measure
+from planner_svc.simulator.policy import Policy
+from planner_svc.simulator.simulation import Progress, Simulation
+from planner_svc.simulator.spec import InputError, Profile
+from planner_svc.simulator.workload import Arrival, at_rate
+
+POLICIES = ("neoflex", "neo", "gpu-only", "gpu-only-knee", "gpu-only-slo")
+_CHUNK_TOKENS = 512
+_UNBOUNDED = 2**31
+_LOWEST_RATE, _HIGHEST_RATE = 2.0**-10, 2.0**10
+_TOLERANCE = 0.01
+"""Of the rate found."""
+
+
+def make_policy(name: str, profile: Profile) -> Policy:
+    """`gpu-only` and `gpu-only-knee` schedule as vLLM; `gpu-only-slo` is the serving scheduler without a host."""
+    estimator = profile.estimator
+    alone = profile.capacity(profile.gpu_blocks, 0)
+    both = profile.capacity(profile.offload_gpu_blocks, profile.host_blocks)
+    if name == "neoflex":
+        return Scheduler(both, estimator, "auto", _UNBOUNDED)
+    if name == "neo":
+        return Neo(both, estimator, profile.believed_launch_s)
+    if name == "gpu-only-slo":
+        return Scheduler(alone, estimator, "gpu_only", _UNBOUNDED)
+    if name == "gpu-only-knee":
+        return GpuOnly(alone, max(64, round(estimator.linear_floor_s / estimator.linear_token_s / 64) * 64))
+    if name == "gpu-only":
+        return GpuOnly(alone, _CHUNK_TOKENS)
+    raise ValueError(f"unknown policy {name!r}")
+
+
+def run(
+    name: str, profile: Profile, arrivals: Sequence[Arrival], rate: float, progress: Progress = lambda *_: None
+) -> Metrics:
+    """`rate` in requests per second; 0: all at once, and nobody asks for a time. Raises InputError, StalledError."""
+    _check_size(name, profile, arrivals)
+    estimator = profile.estimator
+    executor = SimulatedExecutor(estimator, estimator.kv_bytes_per_token)
+    simulation = Simulation(make_policy(name, profile), executor, progress)
+    return measure(simulation.run(at_rate(arrivals, rate), profile.targets if rate else None), profile.targets)
+
+
+def find_capacity(is_met: Callable[[float], bool], first_rate: float) -> float:
+    """The highest rate at which `is_met`, within 1 %; 0 where there is none. Searches from `first_rate`."""
+    low, high = 0.0, first_rate
+    while is_met(high):
+        low, high = high, 2 * high
+        if high > _HIGHEST_RATE:
+            return low
+    while low == 0.0:
+        if high < _LOWEST_RATE:
+            return 0.0
+        half = high / 2
+        if is_met(half):
+            low = half
+        else:
+            high = half
+    while high - low > _TOLERANCE * low:
+        middle = (low + high) / 2
+        if is_met(middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _check_size(name: str, profile: Profile, arrivals: Sequence[Arrival]) -> None:
+    """One request must fit into the larger tier that the policy computes in."""
+    blocks = max(profile.offload_gpu_blocks, profile.host_blocks) if name == "neoflex" else profile.gpu_blocks
+    limit = blocks * profile.block_tokens
+    for number, item in enumerate(arrivals):
+        num_tokens = item.prompt_tokens + item.output_tokens
+        if num_tokens > limit:
+            raise InputError(
+                f"--workload: request {number}: prompt and output are {num_tokens} tokens; "
+                f"with --policy {name} profile {profile.name} holds at most {limit}"
+            )

@@ -1,0 +1,148 @@
+"""Reads a simulation spec: machines (profiles) and models as figures."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from planner_svc.estimator import HardwareSpec, ModelFigures, RooflineEstimator
+from planner_svc.scheduler import Capacity, Targets
+
+_GIB = 2**30
+
+
+class InputError(Exception):
+    """A file or an argument cannot be used. The text names it, the field and the limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """One machine with one model."""
+
+    name: str
+    hardware: HardwareSpec
+    model: ModelFigures
+    gpu_blocks: int
+    """That fit beside the weights."""
+    host_blocks: int
+    block_tokens: int
+    max_batch_tokens: int
+    max_sequences: int
+    targets: Targets
+    believed_launch_s: float
+    """What NEO takes one layer's launches for."""
+
+    @property
+    def estimator(self) -> RooflineEstimator:
+        return RooflineEstimator(self.hardware, self.model)
+
+    @property
+    def offload_gpu_blocks(self) -> int:
+        """With KV of one layer more, through which host-bound prompts pass."""
+        return self.gpu_blocks * self.model.num_layers // (self.model.num_layers + 1)
+
+    def capacity(self, gpu_blocks: int, host_blocks: int) -> Capacity:
+        """Of an engine that uses so much of the memory."""
+        return Capacity(
+            gpu_blocks=gpu_blocks,
+            host_blocks=host_blocks,
+            block_tokens=self.block_tokens,
+            max_sequences=self.max_sequences,
+            max_batch_tokens=self.max_batch_tokens,
+            max_sequence_tokens=2**31,
+            block_bytes=self.block_tokens * self.model.kv_bytes_per_token_layer * self.model.num_layers,
+        )
+
+
+def read_profile(path: Path, name: str) -> Profile:
+    """Raises InputError."""
+    try:
+        document = json.loads(path.read_text())
+    except OSError as error:
+        raise InputError(f"--spec: {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise InputError(f"--spec: {path}: not JSON: {error}") from error
+    return parse_profile(document, name, str(path))
+
+
+def parse_profile(document: Any, name: str, origin: str) -> Profile:
+    """Raises InputError."""
+    profiles = document.get("profiles") if isinstance(document, dict) else None
+    if not isinstance(profiles, dict) or not isinstance(document.get("models"), dict):
+        raise InputError(f'{origin}: must hold the objects "profiles" and "models"')
+    if name not in profiles:
+        raise InputError(f"--profile: {name!r} is not in {origin}; it has {', '.join(sorted(profiles))}")
+    fields = _Fields(profiles[name], f"{origin}: profiles.{name}")
+    model_name = fields.text("model")
+    if model_name not in document["models"]:
+        raise InputError(f"{origin}: profiles.{name}.model: {model_name!r} is not among the models")
+    model = _model(_Fields(document["models"][model_name], f"{origin}: models.{model_name}"))
+    block_tokens = int(fields.number("bs"))
+    block_bytes = block_tokens * model.kv_bytes_per_token_layer * model.num_layers
+    return Profile(
+        name=name,
+        hardware=_hardware(fields),
+        model=model,
+        gpu_blocks=int(fields.number("gpu_blocks")),
+        host_blocks=int(fields.number("swap_gb", lowest=0) * _GIB) // block_bytes,
+        block_tokens=block_tokens,
+        max_batch_tokens=int(fields.number("max_tokens")),
+        max_sequences=int(fields.number("max_seqs")),
+        targets=Targets(ttft_s=fields.number("slo_ttft"), tpot_s=fields.number("slo_tpot")),
+        believed_launch_s=fields.number("lnch_ms", lowest=0) / 1e3,
+    )
+
+
+def _hardware(fields: "_Fields") -> HardwareSpec:
+    return HardwareSpec(
+        gpu_flops_per_s=fields.number("F_gpu"),
+        linear_efficiency=fields.number("eta_f"),
+        attention_efficiency=fields.number("eta_a"),
+        gpu_bytes_per_s=fields.number("B_gpu"),
+        gpu_bandwidth_efficiency=fields.number("eta_b"),
+        cpu_bytes_per_s=fields.number("B_cpu"),
+        cpu_bandwidth_efficiency=fields.number("eta_c"),
+        link_bytes_per_s=fields.number("B_link"),
+        launch_s=fields.number("t_launch", lowest=0),
+        cpu_sequence_s=fields.number("t_seq", lowest=0),
+        cpu_hop_s=fields.number("t_hop", lowest=0),
+        iteration_s=fields.number("t_iter", lowest=0),
+    )
+
+
+def _model(fields: "_Fields") -> ModelFigures:
+    return ModelFigures(
+        num_layers=int(fields.number("L")),
+        hidden_size=int(fields.number("H")),
+        intermediate_size=int(fields.number("inter")),
+        num_q_heads=int(fields.number("nq")),
+        num_kv_heads=int(fields.number("nkv")),
+        head_dim=int(fields.number("hd")),
+        vocab_size=int(fields.number("V")),
+    )
+
+
+class _Fields:
+    """An object of the file; what is wrong with a field is said with its path."""
+
+    def __init__(self, values: Mapping[str, Any], path: str) -> None:
+        if not isinstance(values, dict):
+            raise InputError(f"{path}: must be an object")
+        self._values, self._path = values, path
+
+    def number(self, name: str, lowest: float | None = None) -> float:
+        """Greater than 0, or at least `lowest`."""
+        value = self._values.get(name)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise InputError(f"{self._path}.{name}: must be a number, is {value!r}")
+        if not (value > 0 if lowest is None else value >= lowest):
+            limit = "greater than 0" if lowest is None else f"at least {lowest:g}"
+            raise InputError(f"{self._path}.{name}: must be {limit}, is {value:g}")
+        return float(value)
+
+    def text(self, name: str) -> str:
+        value = self._values.get(name)
+        if not isinstance(value, str):
+            raise InputError(f"{self._path}.{name}: must be a string, is {value!r}")
+        return value

@@ -1,0 +1,247 @@
+"""The simulator: its inputs, its clock, its metrics, and the policies on a small machine with hand-worked times."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from planner_svc.estimator import SubBatchLoad
+from planner_svc.scheduler import SequenceRequest, Targets
+from planner_svc.simulator.executor import SimulatedExecutor
+from planner_svc.simulator.metrics import Served, measure
+from planner_svc.simulator.runs import POLICIES, find_capacity, make_policy, run
+from planner_svc.simulator.simulation import Simulation, StalledError
+from planner_svc.simulator.spec import InputError, parse_profile, read_profile
+from planner_svc.simulator.workload import Arrival, at_rate, read_workload
+from svc_common.plan import IterationPlan, Mode, NewSequence, PrefillChunk, Sampling, SubBatch, Swap, Tier
+
+SPEC = {
+    "models": {"tiny": {"L": 4, "H": 1024, "nq": 16, "nkv": 4, "hd": 64, "inter": 2816, "V": 32000}},
+    "profiles": {
+        "box": {
+            "model": "tiny",
+            "F_gpu": 2e12,
+            "eta_f": 0.5,
+            "eta_a": 0.25,
+            "B_gpu": 2e10,
+            "eta_b": 0.8,
+            "B_cpu": 1e10,
+            "eta_c": 0.6,
+            "B_link": 1e10,
+            "t_launch": 5e-5,
+            "t_seq": 1e-6,
+            "t_hop": 5e-5,
+            "t_iter": 1e-3,
+            "gpu_blocks": 60,
+            "bs": 16,
+            "max_tokens": 512,
+            "max_seqs": 128,
+            "swap_gb": 0.5,
+            "lnch_ms": 0.2,
+            "slo_ttft": 0.5,
+            "slo_tpot": 0.05,
+        }
+    },
+}
+PROFILE = parse_profile(SPEC, "box", "spec")
+
+
+def test_a_profile_is_read():
+    assert PROFILE.model.kv_bytes_per_token_layer == 1024
+    assert PROFILE.offload_gpu_blocks == 60 * 4 // 5
+    assert PROFILE.host_blocks == 2**29 // (16 * 1024 * 4)
+    assert PROFILE.targets == Targets(0.5, 0.05)
+    assert PROFILE.capacity(60, 10).block_bytes == 16 * 1024 * 4
+    assert PROFILE.estimator.num_layers == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("shed", {}, "--profile: 'shed' is not in spec; it has box"),
+        ("box", {"eta_f": 0}, "spec: profiles.box.eta_f: must be greater than 0, is 0"),
+        ("box", {"t_hop": -1}, "spec: profiles.box.t_hop: must be at least 0, is -1"),
+        ("box", {"bs": None}, "spec: profiles.box.bs: must be a number, is None"),
+        ("box", {"model": "huge"}, "spec: profiles.box.model: 'huge' is not among the models"),
+    ],
+)
+def test_a_bad_profile_is_refused_with_its_field_and_limit(name, changes, message):
+    document = SPEC | {"profiles": {"box": SPEC["profiles"]["box"] | changes}}
+    with pytest.raises(InputError) as refusal:
+        parse_profile(document, name, "spec")
+    assert str(refusal.value) == message
+
+
+def test_a_spec_that_is_no_json_is_refused(tmp_path):
+    path = tmp_path / "spec.json"
+    with pytest.raises(InputError, match="No such file"):
+        read_profile(path, "box")
+    path.write_text("{")
+    with pytest.raises(InputError, match="not JSON"):
+        read_profile(path, "box")
+    path.write_text("[]")
+    with pytest.raises(InputError, match='must hold the objects "profiles" and "models"'):
+        read_profile(path, "box")
+
+
+def test_formats_of_workloads(tmp_path):
+    path = tmp_path / "workload"
+    path.write_text("[[0.0, 5, 2], [1.5, 7, 3]]")
+    assert read_workload(path) == [Arrival(0.0, 5, 2), Arrival(1.5, 7, 3)]
+    path.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2023-11-16 18:17:03.9799600,480,10\n"
+        "2023-11-16 18:17:05.9799600,318,0\n"
+        "2023-11-16 18:17:07.9799600,31,8\n"
+        "2023-11-16 18:17:13.9799600,32,9\n"
+    )
+    # 10 s for two gaps: one a second is five times as fast. Nothing was generated for one of them.
+    azure = [Arrival(0.0, 480, 10), Arrival(pytest.approx(0.8), 31, 8), Arrival(pytest.approx(2.0), 32, 9)]
+    assert read_workload(path) == azure
+    assert read_workload(path, limit=2) == [Arrival(0.0, 480, 10), Arrival(pytest.approx(1.0), 31, 8)]
+    path.write_text(
+        '{"timestamp": 0, "input_length": 6, "output_length": 5}\n'
+        '{"timestamp": 3000, "input_length": 7, "output_length": 4}\n'
+    )
+    assert read_workload(path) == [Arrival(0.0, 6, 5), Arrival(1.0, 7, 4)]
+    path.write_text(json.dumps([{"prompt": 9, "max_tokens": 4}] * 400))
+    poisson = read_workload(path)
+    assert {(item.prompt_tokens, item.output_tokens) for item in poisson} == {(9, 4)}
+    assert poisson[-1].at_s == pytest.approx(400, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("hello", "not of a known format"),
+        ("[[0, 5]]", "not of a known format"),
+        ("[]", "holds no request"),
+        ("[[0, 5, 1], [1, 0, 5]]", "request 1: prompt and output must be at least 1 token, are 0 and 5"),
+    ],
+)
+def test_bad_workloads_are_refused(tmp_path, text, message):
+    path = tmp_path / "workload"
+    path.write_text(text)
+    with pytest.raises(InputError, match=message):
+        read_workload(path)
+
+
+def test_rates():
+    arrivals = [Arrival(0.0, 5, 2), Arrival(1.5, 7, 3)]
+    assert at_rate(arrivals, 3.0) == [Arrival(0.0, 5, 2), Arrival(0.5, 7, 3)]
+    assert at_rate(arrivals, 0) == [Arrival(0.0, 5, 2), Arrival(0.0, 7, 3)]
+
+
+def test_the_executor_prices_what_a_plan_does():
+    executor = SimulatedExecutor(PROFILE.estimator, PROFILE.estimator.kv_bytes_per_token)
+    new = (NewSequence(1, (0,) * 30, Tier.GPU, ()), NewSequence(2, (0,) * 40, Tier.HOST, ()))
+    batch = SubBatch(prefills=(PrefillChunk(1, 0, 30), PrefillChunk(2, 0, 25)))
+    seconds, result = executor.run(IterationPlan(1, 1, Mode.GPU_ONLY, new_sequences=new, sub_batches=(batch,)))
+    load = SubBatchLoad(((30, 0), (25, 0)), host_prefill_tokens=25, num_outputs=1)
+    assert seconds == PROFILE.estimator.iteration_s(load)
+    assert result.tokens == ((1, 0),)
+    assert result.timings.total_ns == round(seconds * 1e9)
+    swaps = (Swap(1, Tier.HOST, ()),)
+    batches = (SubBatch(prefills=(PrefillChunk(2, 25, 15),)), SubBatch(cpu_decodes=(1,)))
+    seconds, result = executor.run(IterationPlan(1, 2, Mode.ASYMMETRIC, swaps=swaps, sub_batches=batches))
+    first = SubBatchLoad(((15, 25),), host_prefill_tokens=15, host_past_tokens=25, num_outputs=1)
+    second = SubBatchLoad(num_cpu_decodes=1, cpu_context_tokens=31, num_outputs=1)
+    out_bytes = 30 * PROFILE.estimator.kv_bytes_per_token
+    assert seconds == PROFILE.estimator.iteration_s(first, second, out_bytes, 0)
+    assert result.tokens == ((2, 0), (1, 0))
+    assert executor.run(IterationPlan(1, 3, Mode.GPU_ONLY, released=(1, 2)))[0] == 0
+
+
+def test_metrics():
+    requests = [Served(0.0, 3), Served(1.0, 2), Served(2.0, 2), Served(3.0, 1)]
+    for index, times in enumerate(((0.4, 0.44, 0.48), (1.6, 1.65), (2.1, 2.3), (3.5,))):
+        for now in times:
+            requests[index].take_token(now)
+    metrics = measure(requests, Targets(0.5, 0.05))
+    # The second's first token is late, the third's second one.
+    assert metrics.slo == 0.5
+    assert metrics.thr_makespan == pytest.approx(4 / 3.5)
+    assert metrics.thr_mid == pytest.approx(1 / (2.3 - 1.65))
+    assert metrics.pertok_mean == pytest.approx((0.65 / 2 + 0.3 / 2 + 0.5) / 3)
+    assert metrics.gap_max == pytest.approx(0.2)
+    assert metrics.ttft_p50 == pytest.approx(0.5)
+    assert metrics.unfinished == 0
+
+
+def arrivals(num: int, prompt: int = 100, output: int = 20) -> list[Arrival]:
+    return [Arrival(number * 1.0, prompt, output + number % 3) for number in range(num)]
+
+
+def test_one_request_alone_takes_what_its_iterations_take():
+    estimator = PROFILE.estimator
+    expected_s = estimator.iteration_s(SubBatchLoad(((60, 0),), num_outputs=1))
+    for context in (61, 62):
+        expected_s += estimator.iteration_s(SubBatchLoad(num_gpu_decodes=1, gpu_context_tokens=context, num_outputs=1))
+    for name in POLICIES:
+        metrics = run(name, PROFILE, [Arrival(0.0, 60, 3)], rate=1.0)
+        assert metrics.thr_makespan == pytest.approx(1 / expected_s), name
+        assert metrics.slo == 1.0
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("rate", [0.0, 2.0, 20.0])
+def test_every_policy_serves_every_request(name, rate):
+    metrics = run(name, PROFILE, arrivals(60), rate)
+    assert metrics.unfinished == 0
+    assert metrics.gap_max < 60
+
+
+def test_the_host_adds_to_what_is_served_in_time():
+    load = arrivals(300, prompt=150, output=60)
+    both, alone = (run(name, PROFILE, load, rate=25.0).slo for name in ("neoflex", "gpu-only-slo"))
+    assert both > 0.9
+    assert alone < 0.5
+
+
+def test_a_simulation_repeats_itself():
+    assert run("neoflex", PROFILE, arrivals(80), 12.0) == run("neoflex", PROFILE, arrivals(80), 12.0)
+
+
+def test_a_lone_request_larger_than_neos_gpu_stalls_neo_alone():
+    """Swapped out, it can't be brought back, and CPU decodes only run beside GPU work: one of NEO's traps."""
+    load = [Arrival(0.0, 700, 200)]
+    with pytest.raises(StalledError, match="1 of 1 requests are never planned"):
+        run("neo", PROFILE, load, 1.0)
+    assert run("neoflex", PROFILE, load, 1.0).unfinished == 0
+
+
+def test_a_request_that_can_never_fit_is_refused_by_name():
+    with pytest.raises(InputError, match=r"request 0: prompt and output are 1000 tokens; .* holds at most 960"):
+        run("gpu-only", PROFILE, [Arrival(0.0, 990, 10)], 1.0)
+
+
+def test_the_capacity_is_found_within_a_hundredth():
+    for true_rate in (0.013, 3.7, 90.0):
+        found = find_capacity(lambda rate, limit=true_rate: rate <= limit, 1.0)
+        assert true_rate / 1.011 <= found <= true_rate
+    assert find_capacity(lambda rate: False, 1.0) == 0.0
+
+
+def test_the_scheduler_learns_what_the_machine_is():
+    """Memory is half again as slow as is believed: calibration brings most requests in time nevertheless."""
+    slow = replace(PROFILE.hardware, gpu_bytes_per_s=PROFILE.hardware.gpu_bytes_per_s / 1.5)
+    truth = replace(PROFILE, hardware=slow)
+    load = at_rate(arrivals(300, prompt=150, output=60), 12.0)
+
+    def share_in_time(believed):
+        executor = SimulatedExecutor(truth.estimator, truth.estimator.kv_bytes_per_token)
+        simulation = Simulation(make_policy("neoflex", believed), executor)
+        return measure(simulation.run(load, truth.targets), truth.targets).slo
+
+    assert share_in_time(PROFILE) >= 0.9 * share_in_time(truth) > 0.8
+
+
+def test_plans_are_made_one_ahead():
+    """As the engine does it: an arrival during an iteration can't join the one after it, which is planned already."""
+    policy = make_policy("neoflex", PROFILE)
+    request = SequenceRequest((0,) * 10, 5, Sampling(), frozenset(), PROFILE.targets)
+    policy.add(request, 0.0)
+    assert policy.plan(0.0) is not None
+    assert policy.plan(0.0) is not None
+    policy.add(request, 0.001)
+    assert policy.plan(0.001) is None
