@@ -56,12 +56,16 @@ class ScriptedInference(inference_pb2_grpc.InferenceServiceServicer):
         self._accept(inner)
         started = pb.GenerationStarted(request_id=inner.request_id, prompt_tokens=5)
         yield pb.GenerateStreamResponse(started=started)
-        yield pb.GenerateStreamResponse(delta=pb.GenerationDelta(text="a ", token_ids=[7], logprobs=_logprobs(inner)))
-        if inner.text == "never":
-            try:
+        # A client may leave as soon as it has read the delta, so the delta's own sending may be what is cancelled.
+        try:
+            yield pb.GenerateStreamResponse(
+                delta=pb.GenerationDelta(text="a ", token_ids=[7], logprobs=_logprobs(inner))
+            )
+            if inner.text == "never":
                 await asyncio.Event().wait()
-            finally:
-                self.stream_cancelled.set()
+        except (asyncio.CancelledError, GeneratorExit):
+            self.stream_cancelled.set()
+            raise
         if inner.text == "lost midway":
             raise unavailable("CPU_ATTENTION_LOST", "the CPU attention service was lost", retry_after_s=0.5)
         yield pb.GenerateStreamResponse(delta=pb.GenerationDelta(text="b c", token_ids=[8, 9]))
