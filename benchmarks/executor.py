@@ -1,7 +1,7 @@
 """What the executor costs beside its kernels: Python and launches of an iteration with 32 decodes, per layer.
 
 The model has 30 layers like the default one, and so little in each that its kernels take next to nothing: hidden size
-32, one head of 16, 32 tokens of context. What an iteration takes, over its layers, is then an upper bound of the
+32, one head of 16, a window of one token. What an iteration takes, over its layers, is then an upper bound of the
 overhead. Twice as many layers tell what of it each layer adds, and what an iteration costs whatever its layers.
 
     python benchmarks/executor.py [--publish]
@@ -45,6 +45,7 @@ SPEC = ModelSpec(
     rope=RopeSpec(1e4, 16),
     tie_embeddings=True,
     eos_token_ids=(),
+    sliding_window=1,
     checkpoint_dtype="fp32",
 )
 

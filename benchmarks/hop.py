@@ -40,8 +40,7 @@ from gpu_svc.host_tier import HostTier
 from gpu_svc.kv_cache import KvShape
 from gpu_svc.limits import Limits
 from gpu_svc.model.checkpoint import open_model
-from gpu_svc.model.decoder import Decoder
-from gpu_svc.model.load import load_weights
+from gpu_svc.model.load import load_decoder
 from svc_common.cpu_kernels import ThreadPool
 from svc_common.model.store import resolve
 from svc_common.plan import IterationPlan, IterationResult, Mode, NewSequence, PrefillChunk, SubBatch, Tier
@@ -61,6 +60,7 @@ SHAPE = RegionShape(
     sliding_window=0,
 )
 WARM_UP_HOPS = 20
+NUM_PAIRS = 5
 BLOCK_TOKENS = 16
 PROMPT_TOKENS = 128
 Pause = Callable[[], None]
@@ -85,8 +85,20 @@ class Times:
     def at(self, share: float) -> float:
         return self.sorted_us[min(len(self.sorted_us) - 1, int(share * len(self.sorted_us)))]
 
+
+@dataclass(frozen=True)
+class Summary:
+    """Medians over pairs of processes: a virtual machine's cores are faster at one time than at another."""
+
+    p50_us: float
+    p99_us: float
+
+    @classmethod
+    def of(cls, runs: Sequence[Times]) -> "Summary":
+        return cls(statistics.median(run.at(0.5) for run in runs), statistics.median(run.at(0.99) for run in runs))
+
     def __str__(self) -> str:
-        return f"p50 {self.at(0.5):.2f} us, p99 {self.at(0.99):.2f} us"
+        return f"p50 {self.p50_us:.2f} us, p99 {self.p99_us:.2f} us"
 
 
 def serve_region(pipe: Connection, cpu: int | None) -> None:
@@ -207,7 +219,7 @@ def host_iterations(address: str, num_sequences: int, num_iterations: int) -> li
     """Decode iterations of the default model, its prompts random and on the host."""
     torch.set_num_threads(1)
     spec, checkpoint = open_model(resolve("smollm2-135m-instruct"))
-    decoder = Decoder(spec, load_weights(checkpoint, spec, torch.float32, torch.device("cpu")))
+    decoder = load_decoder(checkpoint, spec, torch.float32, torch.device("cpu"))
     shape = KvShape.of(spec, BLOCK_TOKENS, decoder.dtype)
     limits = Limits(max_sequences=num_sequences, max_batch_tokens=PROMPT_TOKENS, max_sequence_tokens=1024)
     executor = Executor(decoder, shape, 0)
@@ -249,25 +261,29 @@ def service_row(num_sequences: int, num_iterations: int) -> Row:
 
 def hop_rows(cpus: tuple[int, int] | None, where: str, scale: int) -> Iterator[Row]:
     """`where` the two processes run, in words; targets hold where each has a core of its own."""
-    kinds = {
+    kinds: dict[str, tuple[Pause, int, tuple[float | None, float | None]]] = {
         "spinning": (pauses(0, 0), 20 * scale, (1.0, 3.0)),
         "sleeping": (pauses(1e-3, 3e-3), 2 * scale, (60.0, 120.0)),
         "regular": (pauses(2e-3, 2e-3), 2 * scale, (None, None)),
     }
     own_cores = cpus is not None and cpus[0] != cpus[1]
-    with two_processes(cpus) as (plane, echo):
-        hops = Hops(plane)
-        for kind, (pause, num_iterations, targets) in kinds.items():
-            times = Times.of(hops.run(pause, num_iterations))
-            zmq_times = Times.of(echo_times(echo, pause, 500 * scale))
-            detail = f"{times}; pyzmq {zmq_times}"
-            if own_cores:
-                for share, target in zip((0.5, 0.99), targets, strict=True):
-                    measure = f"hop, {kind}, {where}, p{100 * share:g} in us"
-                    yield Row(measure, times.at(share), "1 us", target, at_least=False, detail=str(times))
-            ratio = times.at(0.5) / zmq_times.at(0.5)
-            limit = 0.6 if own_cores and kind == "sleeping" else None
-            yield Row(f"hop, {kind}, {where}", ratio, "hop / pyzmq round trip", limit, at_least=False, detail=detail)
+    hop_times: dict[str, list[Times]] = {kind: [] for kind in kinds}
+    zmq_times: dict[str, list[Times]] = {kind: [] for kind in kinds}
+    for _ in range(NUM_PAIRS if own_cores else 1):
+        with two_processes(cpus) as (plane, echo):
+            hops = Hops(plane)
+            for kind, (pause, num_iterations, _targets) in kinds.items():
+                hop_times[kind].append(Times.of(hops.run(pause, num_iterations)))
+                zmq_times[kind].append(Times.of(echo_times(echo, pause, 500 * scale)))
+    for kind, (_pause, _num, targets) in kinds.items():
+        own, zmq_own = Summary.of(hop_times[kind]), Summary.of(zmq_times[kind])
+        if own_cores:
+            yield Row(f"hop, {kind}, {where}, p50 in us", own.p50_us, "1 us", targets[0], False, str(own))
+            yield Row(f"hop, {kind}, {where}, p99 in us", own.p99_us, "1 us", targets[1], False, str(own))
+        limit = 0.6 if own_cores and kind == "sleeping" else None
+        ratio = own.p50_us / zmq_own.p50_us
+        detail = f"{own}; pyzmq {zmq_own}"
+        yield Row(f"hop, {kind}, {where}", ratio, "hop / pyzmq round trip", limit, at_least=False, detail=detail)
 
 
 def pool_row(cpus: Sequence[int]) -> Row:
@@ -275,11 +291,10 @@ def pool_row(cpus: Sequence[int]) -> Row:
     threads = ThreadPool(len(cpus), list(cpus))
     allowed = os.sched_getaffinity(0)
     threads.fork_join_ns(1000)
-    times = Times.of(threads.fork_join_ns(20000))
+    times = Summary.of([Times.of(threads.fork_join_ns(20000))])
     os.sched_setaffinity(0, allowed)
-    return Row(
-        f"fork and join of {len(cpus)} pinned threads, p50 in us", times.at(0.5), "1 us", 2.0, False, detail=str(times)
-    )
+    measure = f"fork and join of {len(cpus)} pinned threads, p50 in us"
+    return Row(measure, times.p50_us, "1 us", 2.0, at_least=False, detail=str(times))
 
 
 def main() -> None:
@@ -287,7 +302,7 @@ def main() -> None:
     parser.add_argument("--scale", type=int, default=1, help="how long to measure")
     args = parser.parse_args()
     cpus = sorted(os.sched_getaffinity(0))
-    rows = []
+    rows: list[Row] = []
     if len(cpus) > 1:
         rows += hop_rows((cpus[0], cpus[-1]), "own cores", args.scale)
         rows.append(pool_row(cpus))
