@@ -113,6 +113,10 @@ _LABELS = {
     "gap_p50": "longest gap between two tokens, p50, s",
     "gap_p99": "longest gap between two tokens, p99, s",
     "gap_max": "longest gap between two tokens, s",
+    "gpu_busy": "GPU busy, share of the time",
+    "cpu_busy": "CPU busy",
+    "link_out_busy": "link to the host busy",
+    "link_in_busy": "link to the GPU busy",
     "unfinished": "requests not finished",
 }
 

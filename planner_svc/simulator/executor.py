@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from planner_svc.estimator import EMPTY_LOAD, Estimator, SubBatchLoad
+from planner_svc.estimator import EMPTY_LOAD, RooflineEstimator, SubBatchLoad, Timeline
 from svc_common.plan import IterationPlan, IterationResult, PrefillChunk, SubBatch, Tier, Timings
 
 _TOKEN = 0
@@ -20,10 +20,12 @@ class _Held:
 class SimulatedExecutor:
     """Times come from an estimator: the truth of the simulation, whatever the policy believes."""
 
-    def __init__(self, estimator: Estimator, kv_bytes_per_token: int) -> None:
+    def __init__(self, estimator: RooflineEstimator, kv_bytes_per_token: int) -> None:
         self._estimator = estimator
         self._kv_bytes_per_token = kv_bytes_per_token
         self._held: dict[int, _Held] = {}
+        self.worked = Timeline()
+        """All iterations so far, one after the other."""
 
     def run(self, plan: IterationPlan) -> tuple[float, IterationResult]:
         """Seconds, and the result that then comes."""
@@ -41,13 +43,14 @@ class SimulatedExecutor:
                 in_tokens += held.computed_tokens
         tokens: list[tuple[int, int]] = []
         loads = [self._advance(batch, tokens) for batch in plan.sub_batches]
-        seconds = 0.0
+        timeline = Timeline()
         if loads or plan.swaps:
             first, second = (*loads, EMPTY_LOAD, EMPTY_LOAD)[:2]
             size = self._kv_bytes_per_token
-            seconds = self._estimator.iteration_s(first, second, out_tokens * size, in_tokens * size)
-        timings = Timings(total_ns=round(seconds * 1e9))
-        return seconds, IterationResult(plan.epoch, plan.iteration, tuple(tokens), timings=timings)
+            timeline = self._estimator.timeline(first, second, out_tokens * size, in_tokens * size)
+        self.worked += timeline
+        timings = Timings(total_ns=round(timeline.total_s * 1e9))
+        return timeline.total_s, IterationResult(plan.epoch, plan.iteration, tuple(tokens), timings=timings)
 
     def _advance(self, batch: SubBatch, tokens: list[tuple[int, int]]) -> SubBatchLoad:
         """Counts the batch's work as done; appends its tokens in the result's order."""

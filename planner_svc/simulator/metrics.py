@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from planner_svc.estimator import Timeline
 from planner_svc.scheduler import Targets
 
 
@@ -56,21 +57,27 @@ class Metrics:
     """Over requests, of the longest time between two tokens, seconds."""
     ttft_p50: float
     tpot_p50: float
+    gpu_busy: float
+    """Share of the time until the last completion in which this lane works; the rest are bubbles and idle time."""
+    cpu_busy: float
+    link_out_busy: float
+    link_in_busy: float
     unfinished: int
 
 
-def measure(requests: Sequence[Served], targets: Targets) -> Metrics:
-    """Of at least one request, in order of arrival."""
+def measure(requests: Sequence[Served], targets: Targets, worked: Timeline) -> Metrics:
+    """Of at least one request, in order of arrival. `worked`: what their iterations took."""
     finished = [item for item in requests if item.finished]
     finishes = sorted(item.last_s for item in finished)
     low, high = int(len(finishes) * 0.3), int(len(finishes) * 0.7)
+    makespan_s = finishes[-1] if finishes else math.inf
     window_s = finishes[high] - finishes[low] if high > low else 0.0
     late_part = requests[len(requests) // 4 :]
     gaps = sorted(item.longest_gap_s for item in requests)
     tpots = [(item.last_s - item.first_s) / (item.output_tokens - 1) for item in finished if item.output_tokens > 1]
     return Metrics(
         slo=sum(item.meets(targets) for item in requests) / len(requests),
-        thr_makespan=len(finishes) / finishes[-1] if finishes else 0.0,
+        thr_makespan=len(finishes) / makespan_s,
         thr_mid=(high - low) / window_s if window_s else 0.0,
         pertok_mean=sum((item.last_s - item.arrival_s) / item.output_tokens for item in late_part) / len(late_part),
         gap_p50=quantile(gaps, 0.5),
@@ -78,6 +85,10 @@ def measure(requests: Sequence[Served], targets: Targets) -> Metrics:
         gap_max=gaps[-1],
         ttft_p50=quantile(sorted(item.first_s - item.arrival_s for item in requests), 0.5),
         tpot_p50=quantile(sorted(tpots), 0.5),
+        gpu_busy=worked.gpu_s / makespan_s,
+        cpu_busy=worked.cpu_s / makespan_s,
+        link_out_busy=worked.link_out_s / makespan_s,
+        link_in_busy=worked.link_in_s / makespan_s,
         unfinished=len(requests) - len(finished),
     )
 

@@ -45,7 +45,8 @@ def run(
     estimator = profile.estimator
     executor = SimulatedExecutor(estimator, estimator.kv_bytes_per_token)
     simulation = Simulation(make_policy(name, profile), executor, progress)
-    return measure(simulation.run(at_rate(arrivals, rate), profile.targets if rate else None), profile.targets)
+    requests = simulation.run(at_rate(arrivals, rate), profile.targets if rate else None)
+    return measure(requests, profile.targets, executor.worked)
 
 
 def find_capacity(is_met: Callable[[float], bool], first_rate: float) -> float:

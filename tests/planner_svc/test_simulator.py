@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from planner_svc.estimator import SubBatchLoad
+from planner_svc.estimator import SubBatchLoad, Timeline
 from planner_svc.scheduler import SequenceRequest, Targets
 from planner_svc.simulator.executor import SimulatedExecutor
 from planner_svc.simulator.metrics import Served, measure
@@ -157,7 +157,7 @@ def test_metrics():
     for index, times in enumerate(((0.4, 0.44, 0.48), (1.6, 1.65), (2.1, 2.3), (3.5,))):
         for now in times:
             requests[index].take_token(now)
-    metrics = measure(requests, Targets(0.5, 0.05))
+    metrics = measure(requests, Targets(0.5, 0.05), Timeline(3.0, 1.75, 0.7, 0.35, 0.07))
     # The second's first token is late, the third's second one.
     assert metrics.slo == 0.5
     assert metrics.thr_makespan == pytest.approx(4 / 3.5)
@@ -165,6 +165,8 @@ def test_metrics():
     assert metrics.pertok_mean == pytest.approx((0.65 / 2 + 0.3 / 2 + 0.5) / 3)
     assert metrics.gap_max == pytest.approx(0.2)
     assert metrics.ttft_p50 == pytest.approx(0.5)
+    busy = (metrics.gpu_busy, metrics.cpu_busy, metrics.link_out_busy, metrics.link_in_busy)
+    assert busy == pytest.approx((0.5, 0.2, 0.1, 0.02))
     assert metrics.unfinished == 0
 
 
@@ -231,7 +233,8 @@ def test_the_scheduler_learns_what_the_machine_is():
     def share_in_time(believed):
         executor = SimulatedExecutor(truth.estimator, truth.estimator.kv_bytes_per_token)
         simulation = Simulation(make_policy("neoflex", believed), executor)
-        return measure(simulation.run(load, truth.targets), truth.targets).slo
+        requests = simulation.run(load, truth.targets)
+        return measure(requests, truth.targets, executor.worked).slo
 
     assert share_in_time(PROFILE) >= 0.9 * share_in_time(truth) > 0.8
 
