@@ -28,6 +28,7 @@ lint: $(VENV)/.dev ## Style
 
 types: $(VENV)/.dev ## Static types
 	$(BIN)/mypy
+	MYPYPATH=benchmarks $(BIN)/mypy benchmarks/*.py
 
 imports: $(VENV)/.dev ## Who may import whom
 	$(BIN)/lint-imports

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 
-import numpy as np
 import torch
 from results import Row, arguments, publish
 
@@ -89,10 +88,8 @@ def iteration_s(num_layers: int) -> float:
     executor = Executor(make_decoder(spec), shape, NUM_SEQUENCES * blocks_each * shape.block_bytes)
     executor.open_epoch(1, Limits(NUM_SEQUENCES, NUM_SEQUENCES * PROMPT_TOKENS, total_tokens), None)
     ids = tuple(range(NUM_SEQUENCES))
-    prompt = np.arange(PROMPT_TOKENS, dtype=np.int32)
-    new = tuple(
-        NewSequence(i, prompt, Tier.GPU, np.arange(i * blocks_each, (i + 1) * blocks_each, dtype=np.int32)) for i in ids
-    )
+    prompt = tuple(range(PROMPT_TOKENS))
+    new = tuple(NewSequence(i, prompt, Tier.GPU, tuple(range(i * blocks_each, (i + 1) * blocks_each))) for i in ids)
     chunks = tuple(PrefillChunk(i, 0, PROMPT_TOKENS) for i in ids)
     seconds = []
     for number in range(1, WARM_UP + MEASURED + 1):

@@ -174,7 +174,7 @@ class Hops:
         return times[WARM_UP_HOPS:], host.finish().compute_ns / SHAPE.num_layers
 
 
-def echo_times(echo: "zmq.Socket[bytes]", pause: Pause, num: int) -> list[float]:
+def echo_times(echo: "zmq.Socket[bytes]", pause: Pause, num: int) -> list[int]:
     """Nanoseconds of round trips of 64 bytes."""
     times = []
     for _ in range(num):
@@ -226,10 +226,10 @@ def host_iterations(address: str, num_sequences: int, num_iterations: int) -> li
     executor.open_epoch(1, limits, asyncio.run(attach_host_tier(address, 1, region_shape(decoder, shape, limits))))
     random = np.random.default_rng(0)
     stride = -(-(PROMPT_TOKENS + num_iterations + 1) // BLOCK_TOKENS)
-    plans = []
+    plans: list[tuple[tuple[NewSequence, ...], SubBatch]] = []
     for i in range(num_sequences):
-        prompt = random.integers(100, spec.vocab_size, PROMPT_TOKENS).astype(np.int32)
-        blocks = np.arange(i * stride, (i + 1) * stride, dtype=np.int32)
+        prompt = tuple(random.integers(100, spec.vocab_size, PROMPT_TOKENS).tolist())
+        blocks = tuple(range(i * stride, (i + 1) * stride))
         chunk = SubBatch(prefills=(PrefillChunk(i, 0, PROMPT_TOKENS),))
         plans.append(((NewSequence(i, prompt, Tier.HOST, blocks),), chunk))
     plans += [((), SubBatch(cpu_decodes=tuple(range(num_sequences))))] * num_iterations

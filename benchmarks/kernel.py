@@ -8,7 +8,6 @@ median over rounds of a ratio within one round, so that a neighbour who takes pa
 
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -232,7 +231,8 @@ def prefill_rows(threads: ThreadPool, rounds: int) -> Iterator[Row]:
         def sdpa(q: Tensor = by_head, k: Tensor = k, v: Tensor = v) -> Tensor:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
-        native(), sdpa()
+        native()
+        sdpa()
         pairs = [(least_s(native, 0.15), least_s(sdpa, 0.15)) for _ in range(rounds)]
         yield Row(
             f"{heads} fp32, prompt of {PREFILL_TOKENS}",
@@ -267,4 +267,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -172,7 +172,8 @@ def row(
     num_sequences: int, context_tokens: int, what: str, sides: Sequence[Sides], target: float | None
 ) -> results.Row:
     def median_ms(name: str) -> float:
-        return statistics.median(getattr(side, name) for side in sides) * 1e3
+        values: list[float] = [getattr(side, name) for side in sides]
+        return statistics.median(values) * 1e3
 
     total, gpu, cpu = (median_ms(name) for name in ("total_s", "gpu_s", "cpu_s"))
     detail = (
