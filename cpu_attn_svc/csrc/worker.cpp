@@ -36,7 +36,6 @@ Worker::Worker(Region& region, const Kernel& kernel, ThreadPool& threads)
 IterationTimes Worker::run(const std::vector<SubBatch>& sub_batches, bool trace) {
     check(sub_batches);
     const int num_threads = threads_.resize();
-    attention_.prepare(num_threads);
     std::vector<DecodePlan> plans;
     plans.reserve(sub_batches.size());
     for (const SubBatch& batch : sub_batches)

@@ -65,9 +65,10 @@ def _title(summary: Summary) -> str:
 def _representative(traces: Sequence[IterationTrace]) -> int:
     """Index of the iteration of median duration among those of the kind that shows most."""
 
-    def rank(trace: IterationTrace) -> tuple[bool, bool]:
+    def rank(trace: IterationTrace) -> tuple[bool, bool, bool]:
         prefills = any(batch.prefill_tokens for batch in trace.sub_batches)
-        return len(trace.sub_batches) == 2 and len(trace.cpu) > 0 and not prefills, len(trace.cpu) > 0
+        pipelines = len(trace.sub_batches) == 2 and len(trace.cpu) > 0
+        return pipelines and not prefills, len(trace.cpu) > 0, bool(trace.sub_batches)
 
     best = max(map(rank, traces))
     chosen = [i for i, trace in enumerate(traces) if rank(trace) == best]
@@ -109,7 +110,7 @@ def _draw_layers(axes: Axes, trace: IterationTrace) -> None:
                 _bar(axes, lane, event, start_ns)
                 _label(axes, lane, event, start_ns, end_ns)
     axes.set_xlim(0, (end_ns - start_ns) / 1e6)
-    layers = f"layers {shown[0]} to {shown[-1]} of {num_layers}"
+    layers = f"layers {shown[0]} to {shown[-1]} of {num_layers}" if shown else "no layers"
     axes.set_title(f"iteration {trace.iteration}, {layers}; numbers on the bars are layers", loc="left", fontsize=10)
     _finish(axes, "ms")
 

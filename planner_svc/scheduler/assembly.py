@@ -66,15 +66,13 @@ class Assembly:
         prompts = Prompts(capacity, residency, self._placement, self._queue, pace)
         chunks = prompts.propose(budget, start_s, self._prefill_tokens_per_s)
         work.take(chunks)
-        # With targets, what is not needed now is left for later in any case.
-        is_crowded = prompts.is_crowded or longest_s < float("inf")
         limits = Bounds(
             longest_s=longest_s,
             num_prefill_tokens=budget,
             num_free_tokens=self._knee_tokens,
             prefill_tokens_per_s=needed_tokens_per_s(chunks, start_s),
-            is_crowded=is_crowded,
-            runs_cpu=is_crowded and longest_s == float("inf") and pace.is_worthwhile(),
+            lacks_room=prompts.lacks_room,
+            runs_cpu=prompts.is_crowded and longest_s == float("inf") and pace.is_worthwhile(),
             prefill_worth=1 / max(ratio, 1e-3),
         )
         return work, limits, prompts.held_back

@@ -59,15 +59,13 @@ class Work:
         estimator = self._estimator
         loads = self.loads(shape)
         linear_s = [estimator.linear_s(load.num_tokens) for load in loads]
-        gpu_s = [self._gpu_attention_s(load) for load in loads]
+        prefill_s = sum(estimator.prefill_s(*chunk) for load in loads for chunk in load.prefill_chunks)
+        decode_s = estimator.gpu_decode_s(loads[0].num_gpu_decodes, loads[0].gpu_context_tokens)
         cpu_s = [estimator.cpu_decode_s(load.num_cpu_decodes, load.cpu_context_tokens) for load in loads]
         if not shape.is_split:
-            return cpu_s[0] - gpu_s[0]
-        return max(cpu_s[1] - linear_s[0] - gpu_s[1], cpu_s[0] - linear_s[1] - gpu_s[0])
-
-    def _gpu_attention_s(self, load: SubBatchLoad) -> float:
-        prefill_s = sum(self._estimator.prefill_s(tokens, past) for tokens, past in load.prefill_chunks)
-        return prefill_s + self._estimator.gpu_decode_s(load.num_gpu_decodes, load.gpu_context_tokens)
+            return cpu_s[0] - prefill_s - decode_s
+        # As the executor's pipeline: all prefills run while the CPU attends for the second, see gpu_svc/pipeline.py.
+        return max(cpu_s[1] - linear_s[0] - prefill_s, cpu_s[0] - linear_s[1] - decode_s)
 
     def loads(self, shape: Shape) -> tuple[SubBatchLoad, SubBatchLoad]:
         """As the estimator takes them."""

@@ -4,6 +4,7 @@ Choices: the GPU alone; one batch with CPU decodes, attended beside the GPU's at
 sub-batches, each hiding the CPU attention of the other behind its linear operations (NEO, MLSys 2025, section 4).
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -32,8 +33,8 @@ class Bounds:
     """Up to so many tokens a batch costs little more than one."""
     prefill_tokens_per_s: float
     """That keep every first token in time."""
-    is_crowded: bool
-    """More prompts wait than have room."""
+    lacks_room: bool
+    """More prompts wait than have room, and there is little of it left."""
     runs_cpu: bool
     """Leaving the CPU idle for the sake of this iteration would cost the next ones more."""
     prefill_worth: float
@@ -113,8 +114,8 @@ class _Chooser:
         num_decodes = len(self._work.gpu_decodes) + shape.num_cpu_decodes
         wanted = max(0, num_batches * limits.num_free_tokens - num_decodes)
         if limits.longest_s == float("inf"):
-            wanted = max(wanted, round(_LEAD * num_decodes / limits.prefill_worth))
-            return min(wanted, self._num_prefill) if limits.is_crowded and num_decodes else self._num_prefill
+            wanted = max(wanted, math.ceil(_LEAD * num_decodes / limits.prefill_worth))
+            return min(wanted, self._num_prefill) if limits.lacks_room and num_decodes else self._num_prefill
         for _ in range(3):
             seconds = self._work.seconds(make(min(wanted, self._num_prefill)))
             wanted = max(wanted, round(limits.prefill_tokens_per_s * seconds))

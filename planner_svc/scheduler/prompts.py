@@ -14,6 +14,8 @@ from svc_common.plan import Tier
 
 _TIME_SHARE = 0.5
 """Of the time that a first token has left, in which its prompt should be computed."""
+_ROOM_SHARE = 0.1
+"""Of the GPU's blocks. With more of them free, room waits for prompts, not prompts for room."""
 _WINDOW = 48
 """Waiting prompts of a kind that a plan looks at: its cost must not depend on how many wait."""
 
@@ -80,6 +82,8 @@ class Prompts:
         num_blocks = sum([capacity.blocks_for(item.num_tokens) for item in waiting])
         self.is_crowded = num_blocks > self._free[Tier.GPU]
         """More wait than the GPU has room for."""
+        self.lacks_room = self.is_crowded and self._free[Tier.GPU] <= _ROOM_SHARE * capacity.gpu_blocks
+        """And that room is nearly used up: a prompt let in now keeps another out soon."""
         self.held_back: list[Sequence] = []
         """Had room on the host, but not the CPU's time."""
 
@@ -95,8 +99,10 @@ class Prompts:
             if sequence.state is State.WAITING:
                 tier = None if is_closed else self._find_room(sequence)
                 if tier is None:
-                    # A shorter one may have room; ageing keeps this one from waiting for ever.
-                    is_closed |= self._num_left == 0 or not bounds(sequence) or is_aged_prompt(sequence, start_s)
+                    # A shorter one may have room; ageing keeps this one from waiting for ever. Who only waits for a
+                    # parked one keeps out nobody that is older than that.
+                    if not self._waits_for_parked(sequence):
+                        is_closed |= self._num_left == 0 or not bounds(sequence) or is_aged_prompt(sequence, start_s)
                     continue
                 self._take_room(sequence, tier)
             assert tier is not None
@@ -108,7 +114,7 @@ class Prompts:
 
     def _find_room(self, sequence: Sequence) -> Tier | None:
         """The GPU where the prompt fits, else the host where its decodes would keep everybody's pace."""
-        if self._num_left == 0 or (self._oldest_parked is not None and self._oldest_parked < sequence.sequence_id):
+        if self._num_left == 0 or self._waits_for_parked(sequence):
             return None
         num_blocks = self._capacity.blocks_for(sequence.num_tokens)
         for tier in (Tier.GPU, Tier.HOST):
@@ -120,6 +126,9 @@ class Prompts:
                 return None
             return tier
         return None
+
+    def _waits_for_parked(self, sequence: Sequence) -> bool:
+        return self._oldest_parked is not None and self._oldest_parked < sequence.sequence_id
 
     def _take_room(self, sequence: Sequence, tier: Tier) -> None:
         self._free[tier] -= self._capacity.blocks_for(sequence.num_tokens)

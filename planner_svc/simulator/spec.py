@@ -9,6 +9,8 @@ from typing import Any
 from planner_svc.estimator import HardwareSpec, ModelFigures, RooflineEstimator
 from planner_svc.scheduler import Capacity, Targets
 
+_LARGEST = 1e18
+"""Of any figure: far above all machines."""
 _GIB = 2**30
 
 
@@ -78,17 +80,17 @@ def parse_profile(document: Any, name: str, origin: str) -> Profile:
     if model_name not in document["models"]:
         raise InputError(f"{origin}: profiles.{name}.model: {model_name!r} is not among the models")
     model = _model(_Fields(document["models"][model_name], f"{origin}: models.{model_name}"))
-    block_tokens = int(fields.number("bs"))
+    block_tokens = fields.count("bs")
     block_bytes = block_tokens * model.kv_bytes_per_token_layer * model.num_layers
     return Profile(
         name=name,
         hardware=_hardware(fields),
         model=model,
-        gpu_blocks=int(fields.number("gpu_blocks")),
+        gpu_blocks=fields.count("gpu_blocks"),
         host_blocks=int(fields.number("swap_gb", lowest=0) * _GIB) // block_bytes,
         block_tokens=block_tokens,
-        max_batch_tokens=int(fields.number("max_tokens")),
-        max_sequences=int(fields.number("max_seqs")),
+        max_batch_tokens=fields.count("max_tokens"),
+        max_sequences=fields.count("max_seqs"),
         targets=Targets(ttft_s=fields.number("slo_ttft"), tpot_s=fields.number("slo_tpot")),
         believed_launch_s=fields.number("lnch_ms", lowest=0) / 1e3,
     )
@@ -113,13 +115,13 @@ def _hardware(fields: "_Fields") -> HardwareSpec:
 
 def _model(fields: "_Fields") -> ModelFigures:
     return ModelFigures(
-        num_layers=int(fields.number("L")),
-        hidden_size=int(fields.number("H")),
-        intermediate_size=int(fields.number("inter")),
-        num_q_heads=int(fields.number("nq")),
-        num_kv_heads=int(fields.number("nkv")),
-        head_dim=int(fields.number("hd")),
-        vocab_size=int(fields.number("V")),
+        num_layers=fields.count("L"),
+        hidden_size=fields.count("H"),
+        intermediate_size=fields.count("inter"),
+        num_q_heads=fields.count("nq"),
+        num_kv_heads=fields.count("nkv"),
+        head_dim=fields.count("hd"),
+        vocab_size=fields.count("V"),
     )
 
 
@@ -136,10 +138,17 @@ class _Fields:
         value = self._values.get(name)
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise InputError(f"{self._path}.{name}: must be a number, is {value!r}")
-        if not (value > 0 if lowest is None else value >= lowest):
+        if not (value > 0 if lowest is None else value >= lowest) or value > _LARGEST:
             limit = "greater than 0" if lowest is None else f"at least {lowest:g}"
-            raise InputError(f"{self._path}.{name}: must be {limit}, is {value:g}")
+            raise InputError(f"{self._path}.{name}: must be {limit} and at most {_LARGEST:g}, is {value}")
         return float(value)
+
+    def count(self, name: str) -> int:
+        """At least 1."""
+        value = self.number(name, lowest=1)
+        if value != int(value):
+            raise InputError(f"{self._path}.{name}: must be a whole number, is {value:g}")
+        return int(value)
 
     def text(self, name: str) -> str:
         value = self._values.get(name)

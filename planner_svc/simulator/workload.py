@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ def read_workload(path: Path, limit: int | None = None) -> list[Arrival]:
         raise InputError(f"--workload: {path}: {getattr(error, 'strerror', None) or error}") from error
     try:
         arrivals = list(_parse(text, limit))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError, csv.Error) as error:
         raise InputError(f"--workload: {path}: not of a known format: {error!r}") from error
     for number, item in enumerate(arrivals):
         if item.prompt_tokens < 1 or item.output_tokens < 1:
@@ -50,9 +51,11 @@ def read_workload(path: Path, limit: int | None = None) -> list[Arrival]:
                 f"--workload: {path}: request {number}: prompt and output must be at least 1 token, "
                 f"are {item.prompt_tokens} and {item.output_tokens}"
             )
+        if not 0 <= item.at_s < math.inf:
+            raise InputError(f"--workload: {path}: request {number}: arrival must be at least 0 s, is {item.at_s:g}")
     if not arrivals:
         raise InputError(f"--workload: {path}: holds no request")
-    return arrivals
+    return sorted(arrivals, key=lambda item: item.at_s)
 
 
 def _parse(text: str, limit: int | None) -> Iterable[Arrival]:

@@ -1,7 +1,9 @@
 """Requests with targets: what is due bounds an iteration, sets the order, and decides who may use the CPU."""
 
+import statistics
+
 import pytest
-from support.planning import make_capacity, make_estimator
+from support.planning import Loop, make_capacity, make_estimator
 
 from planner_svc.estimator import EMPTY_LOAD, Calibration, SubBatchLoad
 from planner_svc.scheduler import Scheduler, SequenceRequest, Targets
@@ -220,3 +222,42 @@ def test_without_targets_the_cpu_is_used_while_that_raises_throughput():
         sequence.num_computed_tokens = 99
     assert make_pace(untargeted).allows(prompt(9, 100, targets=None))
     assert not make_pace(untargeted).allows(prompt(9, 10_000, targets=None))
+
+
+def test_who_waits_for_a_parked_sequence_keeps_out_nobody_older():
+    """With attention on the GPU alone: one parked on the host, an older prompt that is late already, a younger one."""
+    loop = Loop(make_capacity(10, 10, max_batch_tokens=32), "gpu_only")
+    scheduler, num_tokens = loop.scheduler, 0
+
+    def step(now: float) -> None:
+        nonlocal num_tokens
+        plan = scheduler.plan(now)
+        if plan is not None:
+            num_tokens += len(scheduler.apply(loop.executor.run(plan), now).tokens)
+
+    scheduler.add(request(16, None, 16), 0.0)
+    step(0.0)
+    scheduler.add(request(36, Targets(0.5, 0.1), 1), 0.0)
+    step(0.0)
+    scheduler.add(request(16, None, 8), 0.0)
+    for number in range(1, 60):
+        if number == 7:
+            scheduler.add(request(4, None, 4), 0.6)
+        step(number / 10)
+    assert num_tokens == 16 + 1 + 8 + 4
+
+
+def test_prompts_come_in_while_there_is_room_whatever_a_token_costs():
+    """The knee is at two tokens: hardly anything comes for free, and yet the GPU's room fills."""
+    loop = Loop(
+        make_capacity(200, 0, max_batch_tokens=64, max_sequences=64, block_tokens=16),
+        estimator=make_estimator(linear_token_s=5e-4),
+    )
+    for _ in range(130):
+        loop.add(20, 150)
+    num_decodes = []
+    while (plan := loop.plan()) is not None:
+        loop.apply()
+        num_decodes += [len(batch.gpu_decodes) for batch in plan.sub_batches]
+    assert statistics.mean(num_decodes) >= 20
+    assert len(loop.finishes) == 130

@@ -59,8 +59,15 @@ def test_a_profile_is_read():
     ("name", "changes", "message"),
     [
         ("shed", {}, "--profile: 'shed' is not in spec; it has box"),
-        ("box", {"eta_f": 0}, "spec: profiles.box.eta_f: must be greater than 0, is 0"),
-        ("box", {"t_hop": -1}, "spec: profiles.box.t_hop: must be at least 0, is -1"),
+        ("box", {"eta_f": 0}, "spec: profiles.box.eta_f: must be greater than 0 and at most 1e+18, is 0"),
+        ("box", {"t_hop": -1}, "spec: profiles.box.t_hop: must be at least 0 and at most 1e+18, is -1"),
+        ("box", {"bs": 0.5}, "spec: profiles.box.bs: must be at least 1 and at most 1e+18, is 0.5"),
+        ("box", {"bs": 1.5}, "spec: profiles.box.bs: must be a whole number, is 1.5"),
+        (
+            "box",
+            {"gpu_blocks": float("inf")},
+            "spec: profiles.box.gpu_blocks: must be at least 1 and at most 1e+18, is inf",
+        ),
         ("box", {"bs": None}, "spec: profiles.box.bs: must be a number, is None"),
         ("box", {"model": "huge"}, "spec: profiles.box.model: 'huge' is not among the models"),
     ],
@@ -117,6 +124,10 @@ def test_formats_of_workloads(tmp_path):
         ("[[0, 5]]", "not of a known format"),
         ("[]", "holds no request"),
         ("[[0, 5, 1], [1, 0, 5]]", "request 1: prompt and output must be at least 1 token, are 0 and 5"),
+        ("[[0, Infinity, 5]]", "not of a known format"),
+        pytest.param("[" * 200_000, "not of a known format", id="deep"),
+        ("[[NaN, 5, 1]]", "request 0: arrival must be at least 0 s, is nan"),
+        ("[[-1, 5, 1]]", "request 0: arrival must be at least 0 s, is -1"),
     ],
 )
 def test_bad_workloads_are_refused(tmp_path, text, message):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from support.cpu_attention import attention, decode, encode, from_blocks, to_blocks
 from support.kernels import DTYPES, EACH_INSTRUCTION_SET, RUNNABLE, Case
 
-from svc_common.cpu_kernels import PrefillWork
+from svc_common.cpu_kernels import Attention, PrefillWork, ThreadPool, argmax_rows
 from svc_common.tensor_plane import PlaneError
 
 
@@ -110,3 +110,38 @@ def test_what_does_not_fit_is_refused() -> None:
         work.run(q, layer[:3], q.copy())
     with pytest.raises(ValueError, match="q and out are not"):
         work.run(q[:8], layer, q.copy())
+
+
+def test_threads_that_come_after_the_work_was_prepared_have_room_too() -> None:
+    """Another user of the pool may start them between two layers."""
+    threads = ThreadPool(1)
+    attend = Attention(
+        num_q_heads=4,
+        num_kv_heads=4,
+        head_dim=32,
+        block_tokens=16,
+        kv_dtype="fp32",
+        exchange_dtype="fp32",
+        softmax_scale=32**-0.5,
+        sliding_window=0,
+        softcap=0.0,
+        instruction_set="auto",
+        threads=threads,
+    )
+    work = PrefillWork(attend, 0, 256, np.arange(16, dtype=np.int32))
+    q = np.random.default_rng(0).standard_normal((256, 4, 32)).astype(np.float32)
+    layer = np.ones((16, 2, 4, 16 * 32), np.float32)
+    alone, together = np.zeros_like(q), np.zeros_like(q)
+    work.run(q, layer, alone)
+    threads.num_threads = 4
+    argmax_rows(np.zeros((1, 32), np.float32), np.zeros(1, np.int64), np.zeros(1, np.float32), threads, "auto")
+    work.run(q, layer, together)
+    np.testing.assert_array_equal(together, alone)
+
+
+def test_a_pool_has_at_least_one_thread() -> None:
+    with pytest.raises(ValueError, match="num_threads must be at least 1"):
+        ThreadPool(0)
+    threads = ThreadPool(1)
+    with pytest.raises(ValueError, match="num_threads must be at least 1"):
+        threads.num_threads = 0

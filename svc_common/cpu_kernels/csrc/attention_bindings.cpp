@@ -90,9 +90,7 @@ struct DecodeWork {
           num_blocks(count_blocks(make_batch(context_tokens, block_tables), attention.shape)),
           plan({static_cast<std::int32_t>(context.size()), context.data(), tables.data(),
                 static_cast<std::int32_t>(block_tables.shape(1))},
-               attention.heads, attention.kernel_shape, attention.shape.sliding_window, attention.threads.resize()) {
-        attention.decode.prepare(attention.threads.num_threads());
-    }
+               attention.heads, attention.kernel_shape, attention.shape.sliding_window, attention.threads.resize()) {}
     DecodeWork(const DecodeWork&) = delete;
 
     void run(nb::handle q_array, nb::handle layer_array, nb::handle out_array) {
@@ -123,7 +121,7 @@ struct PrefillWork {
         require(start >= 0 && num_tokens >= 1, "start must not be negative, num_tokens at least 1");
         const std::int32_t end = start + num_tokens;
         num_blocks = count_blocks({1, &end, table.data(), static_cast<std::int32_t>(table.size())}, attention.shape);
-        attention.prefill.prepare(attention.threads.resize());
+        attention.threads.resize();
     }
     PrefillWork(const PrefillWork&) = delete;
 

@@ -108,12 +108,13 @@ DecodeAttention::DecodeAttention(const Kernel& kernel, const HeadCounts& heads, 
                                  ThreadPool& threads)
     : kernel_(fitting_kernel(kernel, shape)), heads_(heads), shape_(shape), threads_(threads) {}
 
-void DecodeAttention::prepare(int num_threads) {
-    while (scratch_.size() < static_cast<std::size_t>(num_threads))
+void DecodeAttention::make_room() {
+    while (scratch_.size() < static_cast<std::size_t>(threads_.num_running()))
         scratch_.push_back(std::make_unique<float[]>(heads_.num_kv_heads * scratch_floats(shape_)));
 }
 
 void DecodeAttention::run(DecodePlan& plan, const LayerTensors& layer) {
+    make_room();
     threads_.run(static_cast<std::uint32_t>(plan.pieces_.size()), plan.worth_helpers_,
                  [&](std::uint32_t piece, int thread) {
                      run_piece(plan, plan.pieces_[piece], layer, scratch_[thread].get());

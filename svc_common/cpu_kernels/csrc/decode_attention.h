@@ -86,12 +86,11 @@ class DecodeAttention {
   public:
     DecodeAttention(const Kernel& kernel, const HeadCounts& heads, const KernelShape& shape, ThreadPool& threads);
 
-    // Makes room for as many threads as the pool has. Between layers only.
-    void prepare(int num_threads);
-    // Appends k and v and computes out. Allocates nothing.
+    // Appends k and v and computes out. Allocates only where the pool has more threads than ever before.
     void run(DecodePlan& plan, const LayerTensors& layer);
 
   private:
+    void make_room();
     void run_piece(DecodePlan& plan, const DecodePlan::Piece& piece, const LayerTensors& layer, float* scratch) const;
 
     const Kernel& kernel_;

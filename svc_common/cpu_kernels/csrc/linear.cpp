@@ -168,8 +168,8 @@ void Product::take_rows(const float* rows, ProductResources& resources) {
 }
 
 std::int32_t Product::piece_panels(std::int32_t unit) const {
-    if (threads_.num_threads() == 1) return round_up(matrix_.num_panels(), unit);
-    const std::int32_t fair = matrix_.num_panels() / (threads_.num_threads() * pieces_per_thread);
+    if (threads_.num_running() == 1) return round_up(matrix_.num_panels(), unit);
+    const std::int32_t fair = matrix_.num_panels() / (threads_.num_running() * pieces_per_thread);
     return static_cast<std::int32_t>(round_up(std::clamp(fair, 1, max_piece_panels), unit));
 }
 

@@ -19,14 +19,15 @@ PrefillAttention::PrefillAttention(const Kernel& kernel, const HeadCounts& heads
                                    ThreadPool& threads)
     : kernel_(fitting_kernel(kernel, shape)), heads_(heads), shape_(shape), threads_(threads) {}
 
-void PrefillAttention::prepare(int num_threads) {
-    while (scratch_.size() < static_cast<std::size_t>(num_threads))
+void PrefillAttention::make_room() {
+    while (scratch_.size() < static_cast<std::size_t>(threads_.num_running()))
         scratch_.push_back(std::make_unique<float[]>(prefill_scratch_floats(shape_)));
 }
 
 void PrefillAttention::run(const PrefillChunk& chunk, const PrefillTensors& layer) {
-    const auto num_threads = static_cast<std::int32_t>(scratch_.size());
-    const std::int32_t even = divide_up(chunk.num_tokens * heads_.num_kv_heads, num_threads * tiles_per_thread);
+    make_room();
+    const std::int32_t even =
+        divide_up(chunk.num_tokens * heads_.num_kv_heads, threads_.num_running() * tiles_per_thread);
     const std::int32_t most = max_prefill_tokens(shape_);
     const std::int32_t tile_tokens = std::min(most, std::max(even, min_tile_tokens));
     const std::int32_t num_tiles = divide_up(chunk.num_tokens, tile_tokens);

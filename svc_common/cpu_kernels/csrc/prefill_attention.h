@@ -33,12 +33,12 @@ class PrefillAttention {
   public:
     PrefillAttention(const Kernel& kernel, const HeadCounts& heads, const KernelShape& shape, ThreadPool& threads);
 
-    // Makes room for as many threads as the pool has. Between layers only.
-    void prepare(int num_threads);
-    // Allocates nothing.
+    // Allocates only where the pool has more threads than ever before.
     void run(const PrefillChunk& chunk, const PrefillTensors& layer);
 
   private:
+    void make_room();
+
     const Kernel& kernel_;
     HeadCounts heads_;
     KernelShape shape_;

@@ -1,14 +1,22 @@
 #include "thread_pool.h"
 
-#include <sched.h>
-
+#include <stdexcept>
 #include <utility>
 
 namespace neoflex {
 
-ThreadPool::ThreadPool(int num_threads, std::vector<int> cpus) : wanted_(num_threads), cpus_(std::move(cpus)) {}
+ThreadPool::ThreadPool(int num_threads, std::vector<int> cpus) : cpus_(std::move(cpus)) {
+    set_num_threads(num_threads);
+    CPU_ZERO(&unpinned_);
+    sched_getaffinity(0, sizeof unpinned_, &unpinned_);
+}
 
 ThreadPool::~ThreadPool() { end_helpers(0); }
+
+void ThreadPool::set_num_threads(int num_threads) {
+    if (num_threads < 1) throw std::invalid_argument("num_threads must be at least 1");
+    wanted_.store(num_threads, std::memory_order_relaxed);
+}
 
 int ThreadPool::resize() {
     const int wanted = num_threads();
@@ -19,9 +27,12 @@ int ThreadPool::resize() {
     const std::size_t num_helpers = static_cast<std::size_t>(wanted - 1);
     end_helpers(num_helpers);
     while (helpers_.size() < num_helpers) {
-        auto& helper = *helpers_.emplace_back(std::make_unique<Helper>());
-        const int thread = static_cast<int>(helpers_.size());
-        helper.thread = std::thread([this, &helper, thread, seen = job_] { help(helper, thread, seen); });
+        // The thread first: where none can be had, nothing of it is left.
+        helpers_.reserve(num_helpers);
+        auto helper = std::make_unique<Helper>();
+        helper->thread = std::thread(
+            [this, self = helper.get(), thread = num_running(), seen = job_] { help(*self, thread, seen); });
+        helpers_.push_back(std::move(helper));
     }
     return wanted;
 }
@@ -35,12 +46,15 @@ void ThreadPool::end_helpers(std::size_t num_kept) {
     }
 }
 
-// Best effort: a CPU that is gone by now leaves the thread where it may run.
+// Best effort: a CPU that is gone by now leaves the thread where it may run. A thread begins where the one that made it
+// is pinned, so those beyond the list are let go again.
 void ThreadPool::pin_this_thread(int thread) const {
-    if (static_cast<std::size_t>(thread) >= cpus_.size()) return;
-    cpu_set_t set;
-    CPU_ZERO(&set);
-    CPU_SET(cpus_[thread], &set);
+    if (cpus_.empty()) return;
+    cpu_set_t set = unpinned_;
+    if (static_cast<std::size_t>(thread) < cpus_.size()) {
+        CPU_ZERO(&set);
+        CPU_SET(cpus_[thread], &set);
+    }
     sched_setaffinity(0, sizeof set, &set);
 }
 

@@ -1,6 +1,8 @@
 // The calling thread and its helpers: run(n, f) calls f(task, thread) for each task in [0, n), then returns.
 #pragma once
 
+#include <sched.h>
+
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -21,12 +23,15 @@ class ThreadPool {
     ThreadPool& operator=(const ThreadPool&) = delete;
 
     // How many threads compute from the next resize() on, the caller of run() included. From any thread.
-    void set_num_threads(int num_threads) { wanted_.store(num_threads, std::memory_order_relaxed); }
+    // Throws std::invalid_argument below 1.
+    void set_num_threads(int num_threads);
     int num_threads() const { return wanted_.load(std::memory_order_relaxed); }
 
     // Starts or ends helpers so that num_threads() compute, and returns that. By the caller of run(), between runs; the
     // caller is thread 0 and pinned like the others.
     int resize();
+    // By the caller of run(): threads that compute now.
+    int num_running() const { return static_cast<int>(helpers_.size()) + 1; }
 
     // One caller at a time. `f` must not throw. Helpers are woken only with `wake_helpers`: for little work that
     // takes longer than the work.
@@ -55,8 +60,9 @@ class ThreadPool {
     void end_helpers(std::size_t num_kept);
     void pin_this_thread(int thread) const;
 
-    std::atomic<int> wanted_;
+    std::atomic<int> wanted_{1};
     const std::vector<int> cpus_;
+    cpu_set_t unpinned_;  // where threads may run that are not in the list
     std::thread::id caller_;  // the last that was pinned
     std::vector<std::unique_ptr<Helper>> helpers_;  // thread numbers 1, 2, ...
 
