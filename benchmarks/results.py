@@ -73,13 +73,13 @@ def publish(name: str, title: str, command: str, about: str, rows: Sequence[Row]
 
 
 def machine_name() -> str:
-    """Processor and usable cores, as a reader would name the machine."""
+    """Processor and its cores, as a reader would name the machine."""
     model = platform.machine()
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             model = line.split(":", 1)[1].strip()
             break
-    return f"{model}, {len(os.sched_getaffinity(0))} cores"
+    return f"{model}, {os.cpu_count()} cores"
 
 
 def _ratio(row: Row) -> str:
