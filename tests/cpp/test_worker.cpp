@@ -84,7 +84,7 @@ class Sequences {
     void step(Rig& rig, int slot) {
         for (auto& context : contexts_) ++context;
         const SubBatch batch{slot, rig.exchange().num_submits(slot), {num_, contexts_.data(), tables_.data(), stride_}};
-        std::thread computing([&] { rig.worker().run({batch}); });
+        std::thread computing([&] { rig.worker().run({batch}, false); });
         for (int layer = 0; layer < shape_.num_layers; ++layer) {
             std::vector<std::byte> fused(num_ * row_bytes());
             fill(fused, layer);
@@ -207,7 +207,7 @@ void test_what_is_refused(const Kernel& kernel) {
     Rig rig(shape, kernel, 1, 3);
     const std::int32_t contexts[] = {1, 5, 1}, tables[] = {0, 1, 2};
     auto run = [&](int slot, std::int32_t num, const std::int32_t* context, const std::int32_t* table) {
-        return rig.worker().run({{slot, 0, {num, context, table, 1}}});
+        return rig.worker().run({{slot, 0, {num, context, table, 1}}}, false);
     };
     const std::int32_t beyond[] = {3}, negative[] = {-1}, nothing[] = {0};
     CHECK_THROWS(run(2, 1, contexts, tables), PlaneError, "slot 2");
@@ -229,7 +229,7 @@ void test_an_executor_that_closes_ends_the_iteration(const Kernel& kernel) {
         std::this_thread::sleep_for(std::chrono::milliseconds(20));
         rig.owner().close();
     });
-    CHECK_THROWS(rig.worker().run({{0, 0, {1, &context, &block, 1}}}), Interrupted, "closed the region");
+    CHECK_THROWS(rig.worker().run({{0, 0, {1, &context, &block, 1}}}, false), Interrupted, "closed the region");
     closing.join();
 }
 
