@@ -109,7 +109,7 @@ class Service:
         self.stub = cpu_attention_pb2_grpc.CpuAttentionServiceStub(self._channel)
 
     def wait_ready(self) -> "Service":
-        grpc.channel_ready_future(self._channel).result(30)
+        grpc.channel_ready_future(self._channel).result(120)
         return self
 
     def open(self, epoch: int, shape: RegionShape) -> pb.OpenRegionResponse:
