@@ -78,11 +78,6 @@ class Sequence:
         return self.request.max_new_tokens - len(self.outputs) - self.num_in_flight
 
     @property
-    def prefilling(self) -> bool:
-        """A running sequence prefills, then decodes."""
-        return self.num_computed_tokens < self.num_prefill_tokens
-
-    @property
     def token_ids(self) -> tuple[int, ...]:
         """Prompt and outputs. Whole only while nothing is in flight."""
         return (*self.request.prompt, *self.outputs)
