@@ -46,7 +46,8 @@ async def attach_host_tier(address: str, epoch: int, shape: RegionShape) -> Host
     """Raises CpuAttentionUnavailableError."""
     async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
         try:
-            await asyncio.wait_for(channel.channel_ready(), _CONNECT_S)
+            async with asyncio.timeout(_CONNECT_S):
+                await channel.channel_ready()
         except TimeoutError:
             raise CpuAttentionUnavailableError(f"nothing answers at {address}") from None
         stub = cpu_attention_pb2_grpc.CpuAttentionServiceStub(channel)  # type: ignore[no-untyped-call]

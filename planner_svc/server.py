@@ -60,7 +60,8 @@ class PlannerServer:
         """Refuses new requests, lets those in hand go on for `grace_s` seconds, and ends."""
         self._engine.drain()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._engine.idle.wait(), grace_s)
+            async with asyncio.timeout(grace_s):
+                await self._engine.idle.wait()
         self._engine.fail_all(unavailable("DRAINING", "the server is shutting down"))
         await self._server.stop(_CLOSE_S)
         for task in self._tasks:
@@ -77,4 +78,5 @@ class PlannerServer:
             await self._server.set_alive(self._engine.is_alive())
             await self._server.set_ready(self._engine.is_ready())
             with contextlib.suppress(TimeoutError):  # A stall is a matter of time alone.
-                await asyncio.wait_for(self._engine.changed.wait(), _HEALTH_EVERY_S)
+                async with asyncio.timeout(_HEALTH_EVERY_S):
+                    await self._engine.changed.wait()

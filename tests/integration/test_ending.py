@@ -141,7 +141,8 @@ def test_killing_cpu_attention_ends_its_streams_clearly(start, prompts, tmp_path
             await started.wait()
             killed = time.monotonic()
             os.kill(stack.pids["cpu_attn_svc"], signal.SIGKILL)
-            await asyncio.wait_for(asyncio.gather(*readers), 30)
+            async with asyncio.timeout(30):
+                await asyncio.gather(*readers)
             return [(code, when - killed) for code, when in outcomes]
 
     outcomes = asyncio.run(run())
