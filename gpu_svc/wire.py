@@ -5,6 +5,7 @@ from gpu_svc.limits import InvalidPlanError
 from gpu_svc.profiler import Tables
 from neoflex.v1 import executor_pb2 as pb
 from svc_common.plan import (
+    CohortStep,
     ExecutionError,
     IterationPlan,
     IterationResult,
@@ -19,7 +20,12 @@ from svc_common.plan import (
 )
 from svc_common.trace_wire import trace_to_message
 
-_MODES = {pb.EXECUTION_MODE_GPU_ONLY: Mode.GPU_ONLY, pb.EXECUTION_MODE_ASYMMETRIC: Mode.ASYMMETRIC}
+_MODES = {
+    pb.EXECUTION_MODE_GPU_ONLY: Mode.GPU_ONLY,
+    pb.EXECUTION_MODE_ASYMMETRIC: Mode.ASYMMETRIC,
+    pb.EXECUTION_MODE_SAME_LAYER: Mode.SAME_LAYER,
+    pb.EXECUTION_MODE_DECOUPLED: Mode.DECOUPLED,
+}
 _TIERS = {pb.TIER_GPU: Tier.GPU, pb.TIER_HOST: Tier.HOST}
 _ERRORS = {
     None: pb.EXECUTION_ERROR_UNSPECIFIED,
@@ -43,6 +49,7 @@ def plan_from_pb(plan: pb.IterationPlan) -> IterationPlan:
         swaps=tuple(Swap(swap.sequence_id, _tier(swap.target), tuple(swap.blocks)) for swap in plan.swaps),
         new_blocks=tuple(NewBlocks(more.sequence_id, tuple(more.blocks)) for more in plan.new_blocks),
         sub_batches=tuple(map(_sub_batch, plan.sub_batches)),
+        cohort=_cohort(plan.cohort) if plan.HasField("cohort") else None,
         host_blocks_used=plan.host_blocks_used,
         trace=plan.trace,
     )
@@ -73,6 +80,10 @@ def _sub_batch(sub_batch: pb.SubBatch) -> SubBatch:
         gpu_decodes=tuple(sub_batch.gpu_decode_sequence_ids),
         cpu_decodes=tuple(sub_batch.cpu_decode_sequence_ids),
     )
+
+
+def _cohort(step: pb.CohortStep) -> CohortStep:
+    return CohortStep(tuple(step.sequence_ids), step.start_layer, step.num_layers)
 
 
 def _tier(value: pb.Tier) -> Tier:

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from neoflex.v1 import executor_pb2 as pb
 from planner_svc.estimator import DecodePoint, LinearPoint, OperationTables, PrefillPoint
 from svc_common.plan import (
+    CohortStep,
     ExecutionError,
     IterationPlan,
     IterationResult,
@@ -18,7 +19,12 @@ from svc_common.plan import (
 )
 from svc_common.trace_wire import trace_from_message
 
-_MODES = {Mode.GPU_ONLY: pb.EXECUTION_MODE_GPU_ONLY, Mode.ASYMMETRIC: pb.EXECUTION_MODE_ASYMMETRIC}
+_MODES = {
+    Mode.GPU_ONLY: pb.EXECUTION_MODE_GPU_ONLY,
+    Mode.ASYMMETRIC: pb.EXECUTION_MODE_ASYMMETRIC,
+    Mode.SAME_LAYER: pb.EXECUTION_MODE_SAME_LAYER,
+    Mode.DECOUPLED: pb.EXECUTION_MODE_DECOUPLED,
+}
 _TIERS = {Tier.GPU: pb.TIER_GPU, Tier.HOST: pb.TIER_HOST}
 _ERRORS: dict[int, ExecutionError] = {
     pb.EXECUTION_ERROR_CPU_ATTENTION_LOST: ExecutionError.CPU_ATTENTION_LOST,
@@ -41,6 +47,7 @@ def plan_to_message(plan: IterationPlan) -> pb.IterationPlan:
         ],
         new_blocks=[pb.NewBlocks(sequence_id=new.sequence_id, blocks=new.blocks) for new in plan.new_blocks],
         sub_batches=[_sub_batch(batch) for batch in plan.sub_batches],
+        cohort=_cohort(plan.cohort) if plan.cohort else None,
         host_blocks_used=plan.host_blocks_used,
         trace=plan.trace,
     )
@@ -77,6 +84,10 @@ def _sub_batch(batch: SubBatch) -> pb.SubBatch:
         gpu_decode_sequence_ids=batch.gpu_decodes,
         cpu_decode_sequence_ids=batch.cpu_decodes,
     )
+
+
+def _cohort(step: CohortStep) -> pb.CohortStep:
+    return pb.CohortStep(sequence_ids=step.sequence_ids, start_layer=step.start_layer, num_layers=step.num_layers)
 
 
 def result_from_message(message: pb.IterationResult) -> IterationResult:

@@ -17,6 +17,8 @@ class Mode(Enum):
 
     GPU_ONLY = "gpu_only"
     ASYMMETRIC = "asymmetric"
+    SAME_LAYER = "same_layer"
+    DECOUPLED = "decoupled"
 
 
 class Tier(Enum):
@@ -83,11 +85,25 @@ class SubBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class CohortStep:
+    """Some layers of one decode step of host sequences that advance at their own pace beside the batch.
+
+    A step's parts name the same sequences and follow one another; until it ends they are neither released nor moved,
+    and are in no sub-batch. The part that reaches the last layer yields their tokens.
+    """
+
+    sequence_ids: tuple[int, ...]
+    start_layer: int
+    num_layers: int
+
+
+@dataclass(frozen=True, slots=True)
 class IterationPlan:
     """Everything one iteration does; applied in the order released, new, swaps, new blocks, sub-batches.
 
-    Of two sub-batches the second holds no GPU decodes; a prompt may go on from the first to the second. No sub-batch
-    holds work: the plan only releases.
+    Of two sub-batches the second holds no GPU decodes; a prompt may go on from the first to the second. Beside a
+    cohort there is at most one, without CPU decodes. No sub-batch holds work and there is no cohort: the plan only
+    releases.
     """
 
     epoch: int
@@ -98,6 +114,7 @@ class IterationPlan:
     swaps: tuple[Swap, ...] = ()
     new_blocks: tuple[NewBlocks, ...] = ()
     sub_batches: tuple[SubBatch, ...] = ()
+    cohort: CohortStep | None = None
     host_blocks_used: int = 0
     trace: bool = False
     predicted_s: float = 0.0

@@ -4,7 +4,12 @@ from neoflex.v1 import executor_pb2 as pb
 from svc_common.plan import Mode
 from svc_common.trace import IterationTrace, TracedSubBatch, TraceEvents
 
-_MODES = {Mode.GPU_ONLY: pb.EXECUTION_MODE_GPU_ONLY, Mode.ASYMMETRIC: pb.EXECUTION_MODE_ASYMMETRIC}
+_MODES = {
+    Mode.GPU_ONLY: pb.EXECUTION_MODE_GPU_ONLY,
+    Mode.ASYMMETRIC: pb.EXECUTION_MODE_ASYMMETRIC,
+    Mode.SAME_LAYER: pb.EXECUTION_MODE_SAME_LAYER,
+    Mode.DECOUPLED: pb.EXECUTION_MODE_DECOUPLED,
+}
 _MODE_OF = {value: mode for mode, value in _MODES.items()}
 
 
