@@ -29,6 +29,9 @@ class TraceKind(IntEnum):
         return self in _BUBBLES
 
 
+COHORT = 2
+"""Stands for a decoupled cohort where sub-batches are named by their place in the plan, 0 or 1."""
+
 _BUBBLES = frozenset({TraceKind.WAIT, TraceKind.REPORT, TraceKind.CPU_WAIT})
 
 

@@ -84,7 +84,7 @@ class Sequences {
     void step(Rig& rig, int slot) {
         for (auto& context : contexts_) ++context;
         const SubBatch batch{slot, rig.exchange().num_submits(slot), {num_, contexts_.data(), tables_.data(), stride_}};
-        std::thread computing([&] { rig.worker().run({batch}, false); });
+        std::thread computing([&] { rig.worker().run({batch}, {0, shape_.num_layers}, false); });
         for (int layer = 0; layer < shape_.num_layers; ++layer) {
             std::vector<std::byte> fused(num_ * row_bytes());
             fill(fused, layer);
@@ -206,8 +206,9 @@ void test_what_is_refused(const Kernel& kernel) {
     const Shape shape{1, 2, 1, 8, 4, DType::fp32, DType::fp32, 2, 1.0f, 0};
     Rig rig(shape, kernel, 1, 3);
     const std::int32_t contexts[] = {1, 5, 1}, tables[] = {0, 1, 2};
-    auto run = [&](int slot, std::int32_t num, const std::int32_t* context, const std::int32_t* table) {
-        return rig.worker().run({{slot, 0, {num, context, table, 1}}}, false);
+    auto run = [&](int slot, std::int32_t num, const std::int32_t* context, const std::int32_t* table,
+                   LayerRange layers = {0, 1}) {
+        return rig.worker().run({{slot, 0, {num, context, table, 1}}}, layers, false);
     };
     const std::int32_t beyond[] = {3}, negative[] = {-1}, nothing[] = {0};
     CHECK_THROWS(run(2, 1, contexts, tables), PlaneError, "slot 2");
@@ -217,6 +218,8 @@ void test_what_is_refused(const Kernel& kernel) {
     CHECK_THROWS(run(0, 1, nothing, tables), PlaneError, "context of 0 tokens");
     CHECK_THROWS(run(0, 1, contexts, beyond), PlaneError, "block 3 of 3");
     CHECK_THROWS(run(0, 1, contexts, negative), PlaneError, "block -1 of 3");
+    for (const LayerRange layers : {LayerRange{0, 2}, {0, 0}, {1, 1}, {-1, 1}, {0, -1}, {2147483647, 2147483647}})
+        CHECK_THROWS(run(0, 1, contexts, tables, layers), PlaneError, "layers from layer");
     rig.worker().cancel();
     CHECK_THROWS(run(0, 1, contexts, tables), Interrupted, "given up");
 }
@@ -229,7 +232,7 @@ void test_an_executor_that_closes_ends_the_iteration(const Kernel& kernel) {
         std::this_thread::sleep_for(std::chrono::milliseconds(20));
         rig.owner().close();
     });
-    CHECK_THROWS(rig.worker().run({{0, 0, {1, &context, &block, 1}}}, false), Interrupted, "closed the region");
+    CHECK_THROWS(rig.worker().run({{0, 0, {1, &context, &block, 1}}}, {0, 1}, false), Interrupted, "closed the region");
     closing.join();
 }
 

@@ -128,8 +128,10 @@ class Driver:
         return result
 
     def try_run(self, *sub_batches: SubBatch, **changes: Any) -> IterationResult:
+        """`mode` is the plainest that has such work, unless given."""
         self.iteration += 1
         mode = Mode.ASYMMETRIC if any(batch.cpu_decodes for batch in sub_batches) else Mode.GPU_ONLY
+        mode = changes.pop("mode", Mode.DECOUPLED if "cohort" in changes else mode)
         plan = IterationPlan(self.epoch, self.iteration, mode, sub_batches=sub_batches, **changes)
         return self.executor.run(plan)
 
