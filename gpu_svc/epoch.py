@@ -1,13 +1,14 @@
 """Runs one plan start to end: state changes, swaps, layers, sampling. Holds all that an epoch's end drops."""
 
 import time
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from gpu_svc.attention import make_backend
 from gpu_svc.batch import Batch, BatchBuilder
-from gpu_svc.cohort import Cohort, CohortPart
+from gpu_svc.cohort import CohortSteps
 from gpu_svc.host_tier import HostTier
 from gpu_svc.kv_cache import GpuKvCache, copy_blocks
 from gpu_svc.limits import InvalidPlanError, Limits
@@ -17,9 +18,24 @@ from gpu_svc.profiler import Profiler
 from gpu_svc.recorder import NullRecorder
 from gpu_svc.sampling import sample
 from gpu_svc.sequences import BlockMoves, Moves, SequenceTable
-from svc_common.plan import IterationPlan, IterationResult, Timings, TokenLogprobs
+from svc_common.plan import CohortStep, IterationPlan, IterationResult, SubBatch, Timings, TokenLogprobs
 from svc_common.tensor_plane import PeerLostError
-from svc_common.trace import TraceKind
+from svc_common.trace import COHORT, TraceKind
+
+
+@dataclass(frozen=True, slots=True)
+class CohortPart:
+    """What one iteration does of a cohort's step."""
+
+    step: CohortStep
+    batch: Batch
+    """The same through the whole step."""
+    hidden: torch.Tensor | None
+    """[n, hidden_size] after the layer before `step`; None before the first."""
+
+    @property
+    def layers(self) -> range:
+        return range(self.step.start_layer, self.step.start_layer + self.step.num_layers)
 
 
 class Epoch:
@@ -39,7 +55,9 @@ class Epoch:
         )
         self._backend = make_backend(decoder.spec, shape, decoder.dtype, decoder.device)
         self._builder = BatchBuilder(self.table, self._backend, shape, decoder.device)
-        self._cohort = Cohort(self.table, self._builder, decoder.spec.num_layers)
+        self._cohort_steps = CohortSteps(self.table, decoder.spec.num_layers)
+        self._resting: tuple[Batch, torch.Tensor] | None = None
+        """A cohort between two parts of its step, with its hidden states."""
         self._announced_host_blocks = 0
 
     def profiler(self) -> Profiler:
@@ -56,10 +74,10 @@ class Epoch:
             raise InvalidPlanError(f"iteration {plan.iteration} follows {self.last_iteration}")
         if self.host is not None and not self.host.is_alive:
             raise PeerLostError("the CPU attention service is gone")
-        self._cohort.check_changes(plan)
+        self._cohort_steps.check_changes(plan)
         moves = self.table.apply(plan)
         self.table.check_work(plan)
-        self._cohort.check_work(plan)
+        self._cohort_steps.check_work(plan)
         recorder.mark(TraceKind.BOOKKEEPING)
         swap_ns = self._swap(moves)
         recorder.mark(TraceKind.SWAP)
@@ -68,7 +86,7 @@ class Epoch:
             for index, sub_batch in enumerate(plan.sub_batches)
             if sub_batch.num_tokens
         ]
-        part = self._cohort.part(plan.cohort) if plan.cohort else None
+        part = self._part(plan.cohort) if plan.cohort else None
         waited_before_ns = self.host.wait_ns if self.host else 0
         stages, cpu_attention_ns = self._run_layers(batches, part, plan.host_blocks_used, recorder)
         cpu_wait_ns = self.host.wait_ns - waited_before_ns if self.host else 0
@@ -102,6 +120,11 @@ class Epoch:
             _copy(self.host.blocks, self.cache.blocks, moves.to_gpu)
         return time.perf_counter_ns() - start_ns
 
+    def _part(self, step: CohortStep) -> CohortPart:
+        if self._resting is not None:
+            return CohortPart(step, *self._resting)
+        return CohortPart(step, self._builder.build(SubBatch(cpu_decodes=step.sequence_ids), COHORT), None)
+
     def _run_layers(
         self, batches: list[Batch], part: CohortPart | None, host_blocks_used: int, recorder: NullRecorder
     ) -> tuple[list[Stage], int]:
@@ -124,7 +147,9 @@ class Epoch:
             cohort = recorder.stage(part.batch, self._decoder, self.cache, self.host, part.hidden)
             recorder.mark(TraceKind.BOOKKEEPING)
             run_beside_cohort(first, cohort, part.layers, num_layers)
-            if self._cohort.advance(part, cohort.hidden):
+            self._resting = cohort.batch, cohort.hidden
+            if self._cohort_steps.advance(part.step):
+                self._resting = None
                 stages.append(cohort)
         else:
             recorder.mark(TraceKind.BOOKKEEPING)
