@@ -37,7 +37,7 @@ GREEDY = Sampling()
 _ROPE = {"rope_theta": 10_000.0}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"head_dim": 8}),
-    "llama-deep": ("Llama", {"num_hidden_layers": 7}),
+    "llama-deep": ("Llama", {"num_hidden_layers": 7, "initializer_range": 0.15}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True}),
     "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "llama-linear": ("Llama", {"rope_parameters": _ROPE | {"rope_type": "linear", "factor": 4.0}}),
