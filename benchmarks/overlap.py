@@ -1,8 +1,9 @@
 """How well the pipeline keeps both processors at work, from timestamps of both processes.
 
 The executor of gpu_svc runs in this process, on one core, with a real cpu_attn_svc on another. Two sub-batches of CPU
-decodes take turns; their contexts are made as long as it takes for attention on the CPU to last as long as the layers'
-work here. Then an iteration should last no longer than the longer side: what it lasts beyond is bubbles and hops.
+decodes take turns, or a cohort goes beside a batch of GPU decodes; contexts on the host are made as long as it takes
+for attention on the CPU to last as long as the layers' work here. Then an iteration should last no longer than the
+longer side: what it lasts beyond is bubbles and hops.
 
     python benchmarks/overlap.py [--sequences 8,16] [--iterations 30] [--dtype auto] [--publish]
 """
@@ -20,7 +21,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import results
 import torch
 
@@ -31,21 +31,26 @@ from gpu_svc.limits import Limits
 from neoflex.trace.picture import draw
 from neoflex.trace.summary import summarize, times_of
 from svc_common.config import parse
-from svc_common.plan import IterationPlan, Mode, NewSequence, SubBatch, Tier
-from svc_common.trace import IterationTrace, TraceEvent, TraceKind
+from svc_common.plan import CohortStep, IterationPlan, Mode, NewSequence, SubBatch, Tier
+from svc_common.trace import COHORT, IterationTrace, TraceEvent, TraceKind
 
 TARGET = 1.10
 POOL_BYTES = 1536 * 2**20
 WARM_UP = 5
 """Iterations before those that count."""
+BATCH_TOKENS = 64
+"""Contexts on the GPU beside a cohort."""
+LAYERS_A_TURN = 3
+"""Layers of the batch for each of the cohort."""
 BALANCED = 0.05
 """Sides that differ by less are balanced."""
 ABOUT = (
     "Iteration time over the longer side's, both sides balanced and on one core each: 1 is perfect overlap. A side is "
     "the time its process works, its waits for the other excluded; balanced, they last equally long over the layers. "
     "*Iteration*: start to end, with what comes before and after the layers, beside which the CPU has nothing to do. "
-    "*Layer*: from one layer to the next. Bubbles: the rest of each side, GPU then CPU. Medians over iterations and "
-    "over all their layers.\n\n![Some iterations, and three layers of one](performance/overlap.png)"
+    "*Layer*: from one layer to the next; that of a cohort stands beside three of the batch's. Bubbles: the rest of "
+    "each side, GPU then CPU. Medians over iterations and over all their layers.\n\n"
+    "![Some iterations, and three layers of one](performance/overlap.png)"
 )
 
 
@@ -63,9 +68,10 @@ class Sides:
 
 
 def of_layers(trace: IterationTrace) -> list[Sides]:
-    """Each layer but the last: from sub-batch 0's start in it to the same in the next one."""
+    """Each layer but the last: from sub-batch 0's start in it, or the cohort's, to the same in the next one."""
+    paced_by = COHORT if trace.mode is Mode.DECOUPLED else 0
     gpu, cpu = ([e for e in trace.events(of) if not e.kind.is_bubble] for of in (trace.gpu, trace.cpu))
-    starts = [e.start_ns for e in gpu if e.kind is TraceKind.PRE_ATTENTION and e.sub_batch == 0]
+    starts = [e.start_ns for e in gpu if e.kind is TraceKind.PRE_ATTENTION and e.sub_batch == paced_by]
     return [
         Sides((end - start) / 1e9, *(_busy_s(side, start, end) for side in (gpu, cpu)))
         for start, end in pairwise(starts)
@@ -83,42 +89,60 @@ def of_iteration(trace: IterationTrace) -> list[Sides]:
 
 
 class Rig:
-    """An open epoch with sequences on the host, half of them in each sub-batch."""
+    """An open epoch with sequences whose decodes the CPU attends, and what else an iteration of the mode needs."""
 
-    def __init__(self, executor: Executor, num_sequences: int) -> None:
-        """`num_sequences` in each sub-batch. The executor has an open epoch that has run nothing."""
+    def __init__(self, executor: Executor, mode: Mode, num_sequences: int) -> None:
+        """`num_sequences` in each sub-batch and in a cohort. The executor has an open epoch that has run nothing."""
         self._executor = executor
+        self._mode = mode
         assert executor._epoch is not None
         assert executor._epoch.host is not None
         self._table, host = executor._epoch.table, executor._epoch.host
-        blocks_each = host.num_blocks // (2 * num_sequences)
-        self.max_context_tokens = min(
-            blocks_each * executor.kv_shape.block_tokens, executor.decoder.spec.context_tokens
-        )
+        num_on_host = num_sequences * (2 if mode is Mode.ASYMMETRIC else 1)
+        blocks_each = host.num_blocks // num_on_host
+        block_tokens, spec = executor.kv_shape.block_tokens, executor.decoder.spec
+        self.max_context_tokens = min(blocks_each * block_tokens, spec.context_tokens)
         # Any numbers cost the same; those of an unused pool might lie in one page.
         host.blocks[:] = 0.01
-        blocks = np.arange(2 * num_sequences * blocks_each).reshape(2, num_sequences, -1)
-        ids = np.arange(2 * num_sequences).reshape(2, num_sequences)
-        new = tuple(
-            NewSequence(int(i), (1,), Tier.HOST, tuple(own.tolist()))
-            for i, own in zip(ids.flat, blocks.reshape(2 * num_sequences, -1), strict=True)
+        self._num_layers = spec.num_layers // LAYERS_A_TURN
+        self._next_layer = 0
+        self._on_host = tuple(range(num_on_host))
+        self._on_gpu = tuple(range(num_on_host, 2 * num_sequences))
+        self._run(
+            Mode.GPU_ONLY,
+            new_sequences=(
+                *_sequences(self._on_host, Tier.HOST, blocks_each),
+                *_sequences(self._on_gpu, Tier.GPU, BATCH_TOKENS // block_tokens),
+            ),
         )
-        self._work = tuple(SubBatch(cpu_decodes=tuple(half.tolist())) for half in ids)
-        self._run(new_sequences=new)
+        self._contexts = {Tier.GPU: self._table.slots(self._on_gpu), Tier.HOST: self._table.slots(self._on_host)}
 
     def run(self, context_tokens: int, num_iterations: int) -> list[IterationTrace]:
-        """Iterations over sequences of this length."""
+        """Iterations over sequences of this length on the host."""
         traces = []
         for _ in range(num_iterations):
             # As if so much had been computed: what stands in the pool makes no difference.
-            self._table.computed_tokens[:] = context_tokens - 1
-            traces.append(self._run(sub_batches=self._work))
+            self._table.computed_tokens[self._contexts[Tier.HOST]] = context_tokens - 1
+            self._table.computed_tokens[self._contexts[Tier.GPU]] = BATCH_TOKENS - 1
+            traces.append(self._run(self._mode, **self._work()))
         return traces
 
-    def _run(self, **changes: object) -> IterationTrace:
+    def _work(self) -> dict[str, object]:
+        if self._mode is Mode.ASYMMETRIC:
+            half = len(self._on_host) // 2
+            halves = self._on_host[:half], self._on_host[half:]
+            return {"sub_batches": tuple(SubBatch(cpu_decodes=ids) for ids in halves)}
+        start_layer = self._next_layer
+        self._next_layer = (start_layer + self._num_layers) % self._executor.decoder.spec.num_layers
+        return {
+            "sub_batches": (SubBatch(gpu_decodes=self._on_gpu),),
+            "cohort": CohortStep(self._on_host, start_layer, self._num_layers),
+        }
+
+    def _run(self, mode: Mode, **changes: object) -> IterationTrace:
         epoch = self._executor._epoch
         assert epoch is not None
-        plan = IterationPlan(epoch.number, epoch.last_iteration + 1, Mode.ASYMMETRIC, trace=True, **changes)  # type: ignore[arg-type]
+        plan = IterationPlan(epoch.number, epoch.last_iteration + 1, mode, trace=True, **changes)  # type: ignore[arg-type]
         result = self._executor.run(plan)
         assert result.trace is not None, result.error_message
         return result.trace
@@ -135,6 +159,12 @@ class Rig:
                 break
             context_tokens = int(min(max(context_tokens * gpu_s / cpu_s, 16), self.max_context_tokens))
         return context_tokens
+
+
+def _sequences(ids: Sequence[int], tier: Tier, blocks_each: int) -> Iterator[NewSequence]:
+    """With prompts of one token, in blocks of their own."""
+    for number, sequence_id in enumerate(ids):
+        yield NewSequence(sequence_id, (1,), tier, tuple(range(number * blocks_each, (number + 1) * blocks_each)))
 
 
 @contextmanager
@@ -168,9 +198,7 @@ def open_epoch(executor: Executor, address: str, number: int, num_sequences: int
     executor.open_epoch(number, limits, host)
 
 
-def row(
-    num_sequences: int, context_tokens: int, what: str, sides: Sequence[Sides], target: float | None
-) -> results.Row:
+def row(what: str, sides: Sequence[Sides], target: float | None) -> results.Row:
     def median_ms(name: str) -> float:
         values: list[float] = [getattr(side, name) for side in sides]
         return statistics.median(values) * 1e3
@@ -180,7 +208,7 @@ def row(
         f"{total:.2f} ms, GPU side {gpu:.2f}, CPU side {cpu:.2f}; bubbles {1 - gpu / total:.1%}, {1 - cpu / total:.1%}"
     )
     return results.Row(
-        measure=f"{what}, 2 x {num_sequences} sequences of {context_tokens} tokens",
+        measure=what,
         ratio=statistics.median(side.ratio for side in sides),
         ratio_of="time / longer side",
         target=target,
@@ -202,17 +230,22 @@ def two_cores() -> tuple[int, int]:
 def measure(
     executor: Executor, address: str, all_sequences: Sequence[int], num_iterations: int
 ) -> tuple[list[results.Row], list[IterationTrace]]:
-    """Rows of all numbers of sequences, and the iterations of the last."""
+    """Rows of all numbers of sequences and of a cohort, and the last asymmetric iterations."""
     rows = []
     traces: list[IterationTrace] = []
-    for number, num_sequences in enumerate(all_sequences, start=1):
+    runs = [*((Mode.ASYMMETRIC, num) for num in all_sequences), (Mode.DECOUPLED, all_sequences[0])]
+    for number, (mode, num_sequences) in enumerate(runs, start=1):
         open_epoch(executor, address, number, num_sequences)
-        rig = Rig(executor, num_sequences)
+        rig = Rig(executor, mode, num_sequences)
         context_tokens = rig.balance()
-        traces = rig.run(context_tokens, WARM_UP + num_iterations)[WARM_UP:]
-        for what, sides_of, target in (("iteration", of_iteration, TARGET), ("layer", of_layers, None)):
-            sides = [side for trace in traces for side in sides_of(trace)]
-            rows.append(row(num_sequences, context_tokens, what, sides, target))
+        traced = rig.run(context_tokens, WARM_UP + num_iterations)[WARM_UP:]
+        what = f"2 x {num_sequences} sequences of {context_tokens} tokens"
+        if mode is Mode.ASYMMETRIC:
+            traces = traced
+        else:
+            what = f"a cohort of {num_sequences} sequences of {context_tokens} tokens beside {num_sequences} on the GPU"
+        for part, sides_of, target in (("iteration", of_iteration, TARGET), ("layer", of_layers, None)):
+            rows.append(row(f"{part}, {what}", [side for trace in traced for side in sides_of(trace)], target))
     executor.close_epoch()
     return rows, traces
 
@@ -227,7 +260,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="nfx-") as directory:
         path, address = Path(directory) / "config.toml", f"unix:{directory}/cpu.sock"
         path.write_text(f'[cpu_attn]\nlisten = "{address}"\nkv_bytes = {POOL_BYTES}\nnum_threads = 1\n')
-        gpu = {"device": "cpu", "dtype": args.dtype, "kv_bytes": "1MiB", "num_threads": 1}
+        gpu = {"device": "cpu", "dtype": args.dtype, "kv_bytes": "64MiB", "num_threads": 1}
         with cpu_attention(path, cpu_core):
             os.sched_setaffinity(0, {gpu_core})
             torch.set_num_threads(1)

@@ -128,14 +128,14 @@ async def drive(local: LocalStack, prompts: list[list[int]], num_tokens: int) ->
         await asyncio.gather(*(one(client, prompt) for prompt in prompts))
         total = time.perf_counter() - start
         after = (await client.server_info()).counters
-    asymmetric = after.asymmetric_iterations - before.asymmetric_iterations
-    gpu_only = after.gpu_only_iterations - before.gpu_only_iterations
+    done = after.since(before)
+    with_cpu = done.asymmetric_iterations + done.same_layer_iterations + done.decoupled_iterations
     return Round(
         len(prompts) * num_tokens / total,
         tuple(ttfts),
         tuple(tpots),
-        (after.executor_busy_ns - before.executor_busy_ns) / 1e9 / total,
-        asymmetric / max(1, asymmetric + gpu_only),
+        done.executor_busy_ns / 1e9 / total,
+        with_cpu / max(1, with_cpu + done.gpu_only_iterations),
     )
 
 

@@ -34,7 +34,7 @@ class Round:
     tpot_s: tuple[float, ...]
     executor_busy: float | None = None
     """Share of the wall time the executor spent in iterations."""
-    asymmetric_iterations: float | None = None
+    cpu_iterations: float | None = None
     """Share of iterations with attention on the CPU."""
 
 
@@ -55,7 +55,7 @@ class Summary:
     tpot_p50_s: float
     tpot_p95_s: float
     executor_busy: float | None
-    asymmetric_iterations: float | None
+    cpu_iterations: float | None
 
     @classmethod
     def of(cls, rounds: list[Round], baseline: float) -> "Summary":
@@ -63,7 +63,7 @@ class Summary:
         tpot = [value for r in rounds for value in r.tpot_s]
         rate = statistics.median(r.tokens_per_s for r in rounds)
         busy = [r.executor_busy for r in rounds if r.executor_busy is not None]
-        asymmetric = [r.asymmetric_iterations for r in rounds if r.asymmetric_iterations is not None]
+        with_cpu = [r.cpu_iterations for r in rounds if r.cpu_iterations is not None]
         return cls(
             rate / baseline,
             rate,
@@ -72,11 +72,11 @@ class Summary:
             percentile(tpot, 0.5),
             percentile(tpot, 0.95),
             statistics.median(busy) if busy else None,
-            statistics.median(asymmetric) if asymmetric else None,
+            statistics.median(with_cpu) if with_cpu else None,
         )
 
     def cells(self) -> list[str]:
-        shares = ("" if share is None else f"{share:.0%}" for share in (self.executor_busy, self.asymmetric_iterations))
+        shares = ("" if share is None else f"{share:.0%}" for share in (self.executor_busy, self.cpu_iterations))
         return [
             f"{self.ratio:.2f}",
             f"{self.tokens_per_s:.1f}",

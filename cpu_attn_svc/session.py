@@ -107,8 +107,9 @@ class RegionSession:
             (submitted.batch.slot, submitted.first_submit, submitted.batch.context_tokens, submitted.batch.block_tables)
             for submitted in descriptor.sub_batches
         ]
+        layers = descriptor.layers
         try:
-            compute_ns, wait_ns, times_ns = worker.run(sub_batches, descriptor.trace)
+            compute_ns, wait_ns, times_ns = worker.run(sub_batches, layers.start, len(layers), descriptor.trace)
         except PlaneError as error:
             return failed(WorkError.INVALID_DESCRIPTOR, str(error))
         except _attention.InterruptedIterationError as error:

@@ -35,6 +35,8 @@ class ChunkWork:
 class Batch:
     """One sub-batch, ready to run."""
 
+    index: int
+    """Its place in the plan; COHORT for a cohort."""
     token_ids: Tensor  # [n], int64, device
     positions: Tensor  # [n], int64, device
     chunks: tuple[ChunkWork, ...]
@@ -69,7 +71,7 @@ class BatchBuilder:
         self._device = device
 
     def build(self, sub_batch: SubBatch, index: int) -> Batch:
-        """`index` is the sub-batch's place in its plan. The plan has been checked."""
+        """`index` is the sub-batch's place in its plan, or COHORT. The plan has been checked."""
         table = self._table
         gpu_slots, cpu_slots = table.slots(sub_batch.gpu_decodes), table.slots(sub_batch.cpu_decodes)
         chunk_slots = table.slots(chunk.sequence_id for chunk in sub_batch.prefills)
@@ -100,6 +102,7 @@ class BatchBuilder:
         gpu_context = table.computed_tokens[gpu_slots] + 1
         cpu_context = table.computed_tokens[cpu_slots] + 1
         return Batch(
+            index=index,
             token_ids=self._to_device(token_ids.astype(np.int64)),
             positions=self._to_device(positions),
             chunks=tuple(
@@ -113,7 +116,8 @@ class BatchBuilder:
             if num_gpu_decodes
             else None,
             cpu_decode_rows=slice(num_chunk_tokens + num_gpu_decodes, num_tokens),
-            cpu_work=CpuWork(index, cpu_context.astype(np.int32), self._tables(cpu_slots, cpu_context)),
+            # Slot 1 serves a second sub-batch or a cohort: they never meet.
+            cpu_work=CpuWork(min(index, 1), cpu_context.astype(np.int32), self._tables(cpu_slots, cpu_context)),
             output_rows=self._to_device(np.concatenate([ends[finished] - 1, np.arange(num_chunk_tokens, num_tokens)])),
             output_slots=np.concatenate([chunk_slots[finished], decode_slots]),
             gpu_attended_tokens=int(gpu_context.sum()),

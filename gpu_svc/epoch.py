@@ -1,24 +1,41 @@
 """Runs one plan start to end: state changes, swaps, layers, sampling. Holds all that an epoch's end drops."""
 
 import time
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from gpu_svc.attention import make_backend
 from gpu_svc.batch import Batch, BatchBuilder
+from gpu_svc.cohort import CohortSteps
 from gpu_svc.host_tier import HostTier
 from gpu_svc.kv_cache import GpuKvCache, copy_blocks
 from gpu_svc.limits import InvalidPlanError, Limits
 from gpu_svc.model.decoder import Decoder
-from gpu_svc.pipeline import Stage, outputs, run_layers
+from gpu_svc.pipeline import Stage, outputs, run_beside_cohort, run_layers
 from gpu_svc.profiler import Profiler
 from gpu_svc.recorder import NullRecorder
 from gpu_svc.sampling import sample
 from gpu_svc.sequences import BlockMoves, Moves, SequenceTable
-from svc_common.plan import IterationPlan, IterationResult, Timings, TokenLogprobs
+from svc_common.plan import CohortStep, IterationPlan, IterationResult, SubBatch, Timings, TokenLogprobs
 from svc_common.tensor_plane import PeerLostError
-from svc_common.trace import TraceKind
+from svc_common.trace import COHORT, TraceKind
+
+
+@dataclass(frozen=True, slots=True)
+class CohortPart:
+    """What one iteration does of a cohort's step."""
+
+    step: CohortStep
+    batch: Batch
+    """The same through the whole step."""
+    hidden: torch.Tensor | None
+    """[n, hidden_size] after the layer before `step`; None before the first."""
+
+    @property
+    def layers(self) -> range:
+        return range(self.step.start_layer, self.step.start_layer + self.step.num_layers)
 
 
 class Epoch:
@@ -38,6 +55,9 @@ class Epoch:
         )
         self._backend = make_backend(decoder.spec, shape, decoder.dtype, decoder.device)
         self._builder = BatchBuilder(self.table, self._backend, shape, decoder.device)
+        self._cohort_steps = CohortSteps(self.table, decoder.spec.num_layers)
+        self._resting: tuple[Batch, torch.Tensor] | None = None
+        """A cohort between two parts of its step, with its hidden states."""
         self._announced_host_blocks = 0
 
     def profiler(self) -> Profiler:
@@ -54,8 +74,10 @@ class Epoch:
             raise InvalidPlanError(f"iteration {plan.iteration} follows {self.last_iteration}")
         if self.host is not None and not self.host.is_alive:
             raise PeerLostError("the CPU attention service is gone")
+        self._cohort_steps.check_changes(plan)
         moves = self.table.apply(plan)
         self.table.check_work(plan)
+        self._cohort_steps.check_work(plan)
         recorder.mark(TraceKind.BOOKKEEPING)
         swap_ns = self._swap(moves)
         recorder.mark(TraceKind.SWAP)
@@ -64,14 +86,16 @@ class Epoch:
             for index, sub_batch in enumerate(plan.sub_batches)
             if sub_batch.num_tokens
         ]
+        part = self._part(plan.cohort) if plan.cohort else None
         waited_before_ns = self.host.wait_ns if self.host else 0
-        stages, cpu_attention_ns = self._run_layers(batches, plan.host_blocks_used, recorder)
+        stages, cpu_attention_ns = self._run_layers(batches, part, plan.host_blocks_used, recorder)
         cpu_wait_ns = self.host.wait_ns - waited_before_ns if self.host else 0
         for sub_batch in plan.sub_batches:
             self.table.advance(sub_batch)
         tokens, logprobs, head_ns = self._sample(stages)
         recorder.mark(TraceKind.HEAD)
         self.last_iteration = plan.iteration
+        done = [stage.batch for stage in stages]
         block_bytes, token_bytes = self.cache.shape.block_bytes, self.cache.shape.token_bytes
         return IterationResult(
             epoch=plan.epoch,
@@ -82,10 +106,10 @@ class Epoch:
                 cpu_wait_ns=cpu_wait_ns, cpu_attention_ns=cpu_attention_ns, swap_ns=swap_ns, head_ns=head_ns
             ),
             swapped_out_bytes=len(moves.to_host.source) * block_bytes
-            + sum(batch.host_chunk_tokens for batch in batches) * token_bytes,
+            + sum(batch.host_chunk_tokens for batch in done) * token_bytes,
             swapped_in_bytes=len(moves.to_gpu.source) * block_bytes,
-            gpu_attended_tokens=sum(batch.gpu_attended_tokens for batch in batches),
-            cpu_attended_tokens=sum(batch.cpu_attended_tokens for batch in batches),
+            gpu_attended_tokens=sum(batch.gpu_attended_tokens for batch in done),
+            cpu_attended_tokens=sum(batch.cpu_attended_tokens for batch in done),
         )
 
     def _swap(self, moves: Moves) -> int:
@@ -96,22 +120,42 @@ class Epoch:
             _copy(self.host.blocks, self.cache.blocks, moves.to_gpu)
         return time.perf_counter_ns() - start_ns
 
+    def _part(self, step: CohortStep) -> CohortPart:
+        if self._resting is not None:
+            return CohortPart(step, *self._resting)
+        return CohortPart(step, self._builder.build(SubBatch(cpu_decodes=step.sequence_ids), COHORT), None)
+
     def _run_layers(
-        self, batches: list[Batch], host_blocks_used: int, recorder: NullRecorder
+        self, batches: list[Batch], part: CohortPart | None, host_blocks_used: int, recorder: NullRecorder
     ) -> tuple[list[Stage], int]:
-        """The sub-batches after the last layer, and nanoseconds the CPU attention service computed."""
+        """What is after the last layer now: sub-batches, then a cohort whose step has ended.
+
+        And nanoseconds the CPU attention service computed.
+        """
+        at_work = [*batches, part.batch] if part else batches
         # Sub-batch 1 is submitted first in each layer, see pipeline.py.
-        cpu_work = [batch.cpu_work for batch in reversed(batches) if len(batch.cpu_work)]
-        if self.host is not None and (cpu_work or host_blocks_used != self._announced_host_blocks):
-            self.host.begin(cpu_work, host_blocks_used, recorder.is_on)
+        for_cpu = [batch for batch in reversed(at_work) if len(batch.cpu_work)]
+        if self.host is not None and (for_cpu or host_blocks_used != self._announced_host_blocks):
+            cpu_work = [batch.cpu_work for batch in for_cpu]
+            self.host.begin(cpu_work, host_blocks_used, recorder.is_on, part.layers if part else None)
             self._announced_host_blocks = host_blocks_used
-        recorder.describe(batches, [work.slot for work in cpu_work])
+        recorder.describe(at_work, [batch.index for batch in for_cpu], part.layers.start if part else 0)
         stages = [recorder.stage(batch, self._decoder, self.cache, self.host) for batch in batches]
-        recorder.mark(TraceKind.BOOKKEEPING)
-        if stages:
-            second = stages[1] if len(stages) == 2 else None
-            run_layers(stages[0], second, self._decoder.spec.num_layers)
-        if self.host is None or not cpu_work:
+        first, second = [*stages, None, None][:2]
+        num_layers = self._decoder.spec.num_layers
+        if part:
+            cohort = recorder.stage(part.batch, self._decoder, self.cache, self.host, part.hidden)
+            recorder.mark(TraceKind.BOOKKEEPING)
+            run_beside_cohort(first, cohort, part.layers, num_layers)
+            self._resting = cohort.batch, cohort.hidden
+            if self._cohort_steps.advance(part.step):
+                self._resting = None
+                stages.append(cohort)
+        else:
+            recorder.mark(TraceKind.BOOKKEEPING)
+            if first:
+                run_layers(first, second, num_layers)
+        if self.host is None or not for_cpu:
             return stages, 0
         report = self.host.finish()
         recorder.take_cpu_times(report.times_ns)

@@ -21,7 +21,7 @@ class CpuWork:
     """CPU decodes of one sub-batch: the same for all layers."""
 
     slot: int
-    """Exchange slot; the sub-batch's index."""
+    """Exchange slot."""
     context_tokens: NDArray[np.int32]
     """[n], the new token included."""
     block_tables: NDArray[np.int32]
@@ -51,11 +51,13 @@ class HostTier:
         """Spent in `wait` and `finish` so far."""
         return self._plane.wait_ns + self._finish_ns
 
-    def begin(self, work: Sequence[CpuWork], host_blocks_used: int, trace: bool = False) -> None:
-        """Describes an iteration: its CPU decodes in the order in which each layer submits them."""
+    def begin(
+        self, work: Sequence[CpuWork], host_blocks_used: int, trace: bool = False, layers: range | None = None
+    ) -> None:
+        """Describes an iteration: its CPU decodes in the order in which each of `layers`, or of all, submits them."""
         self._number += 1
         sub_batches = [CpuSubBatch(part.slot, part.context_tokens, part.block_tables) for part in work]
-        self._plane.begin(self._number, sub_batches, host_blocks_used, trace)
+        self._plane.begin(self._number, sub_batches, host_blocks_used, trace, layers)
 
     def submit(self, slot: int, q: Tensor, kv: Tensor, rows: slice) -> None:
         """Hands over rows of q [n, num_q_heads, head_dim] and kv [n, 2, num_kv_heads, head_dim]: the slot's next layer.

@@ -8,6 +8,15 @@ side by side runs at the same time (NEO, MLSys 2025, section 3):
     post 1 [i], pre 1 [i+1], attend decodes 0 [i]    attend 0 [i]
 
 The CPU gets its work in the order 1, 0, 1, 0, ... and may run ahead: 1 [i+1] is submitted before 0 [i] is waited for.
+
+One sub-batch: the CPU attends its CPU decodes beside the GPU's own attention of the same layer.
+
+A cohort c goes through m layers while the batch goes through all L; of c's layers the j-th lies beside L/m of the
+batch's, from layer i = j L/m on:
+
+    GPU                                              CPU
+    post c [j-1], pre c [j]
+    pre, attend, post [i] ... [i + L/m - 1]          attend c [j]
 """
 
 import torch
@@ -22,13 +31,21 @@ from gpu_svc.model.decoder import Decoder
 class Stage:
     """One sub-batch on its way through the layers. Methods are called in the order in which they stand here."""
 
-    def __init__(self, batch: Batch, decoder: Decoder, cache: GpuKvCache, host: HostTier | None) -> None:
+    def __init__(
+        self,
+        batch: Batch,
+        decoder: Decoder,
+        cache: GpuKvCache,
+        host: HostTier | None,
+        hidden: Tensor | None = None,
+    ) -> None:
+        """`hidden` [n, hidden_size] is what an earlier layer made of the batch; without it the batch is embedded."""
         self.batch = batch
         self._decoder = decoder
         self._cache = cache
         self._host = host
         spec = decoder.spec
-        self.hidden = decoder.embed(batch.token_ids)  # [n, hidden_size]
+        self.hidden = decoder.embed(batch.token_ids) if hidden is None else hidden  # [n, hidden_size]
         self._workspace = decoder.workspace(batch.positions)
         self._q, self._kv = self._workspace.q, self._workspace.kv
         self._attended = torch.empty(
@@ -80,12 +97,7 @@ def run_layers(first: Stage, second: Stage | None, num_layers: int) -> None:
     """Takes one or two sub-batches through all layers; afterwards `hidden` of each is the last layer's."""
     if second is None:
         for layer in range(num_layers):
-            first.pre_attention(layer)
-            first.submit()
-            first.attend_prefills(layer)
-            first.attend_decodes(layer)
-            first.wait()
-            first.post_attention(layer)
+            _run_layer(first, layer)
         return
     second.pre_attention(0)
     second.submit()
@@ -102,6 +114,32 @@ def run_layers(first: Stage, second: Stage | None, num_layers: int) -> None:
         first.attend_decodes(layer)
         first.wait()
         first.post_attention(layer)
+
+
+def run_beside_cohort(stage: Stage | None, cohort: Stage, cohort_layers: range, num_layers: int) -> None:
+    """Takes a sub-batch, if there is one, through all layers and meanwhile a cohort through some.
+
+    Nothing of the cohort is in flight afterwards; its `hidden` is that of its last layer here.
+    """
+    for turn, cohort_layer in enumerate(cohort_layers):
+        cohort.pre_attention(cohort_layer)
+        cohort.submit()
+        if stage is not None:
+            start, stop = (num * num_layers // len(cohort_layers) for num in (turn, turn + 1))
+            for layer in range(start, stop):
+                _run_layer(stage, layer)
+        cohort.wait()
+        cohort.post_attention(cohort_layer)
+
+
+def _run_layer(stage: Stage, layer: int) -> None:
+    """One sub-batch by itself."""
+    stage.pre_attention(layer)
+    stage.submit()
+    stage.attend_prefills(layer)
+    stage.attend_decodes(layer)
+    stage.wait()
+    stage.post_attention(layer)
 
 
 def outputs(stages: list[Stage]) -> Tensor:

@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Sequence
 
 import numpy as np
+from torch import Tensor
 
 from gpu_svc.batch import Batch
 from gpu_svc.host_tier import HostTier
@@ -18,7 +19,7 @@ from gpu_svc.pipeline import Stage
 from svc_common.plan import IterationPlan
 from svc_common.trace import IterationTrace, TracedSubBatch, TraceEvents, TraceKind
 
-_MAX_EVENTS_PER_LAYER = 2 * 6  # Two sub-batches, six kinds.
+_MAX_EVENTS_PER_LAYER = 2 * 6  # Two sub-batches, or one and a cohort; six kinds.
 _MAX_EVENTS_BESIDE = 16
 
 
@@ -30,11 +31,13 @@ class NullRecorder:
     def mark(self, kind: TraceKind, layer: int = -1, sub_batch: int = -1) -> None:
         """Ends a step."""
 
-    def stage(self, batch: Batch, decoder: Decoder, cache: GpuKvCache, host: HostTier | None) -> Stage:
-        return Stage(batch, decoder, cache, host)
+    def stage(
+        self, batch: Batch, decoder: Decoder, cache: GpuKvCache, host: HostTier | None, hidden: Tensor | None = None
+    ) -> Stage:
+        return Stage(batch, decoder, cache, host, hidden)
 
-    def describe(self, batches: Sequence[Batch], cpu_order: Sequence[int]) -> None:
-        """Sub-batches with work, and in which order the CPU gets those that have some for it."""
+    def describe(self, batches: Sequence[Batch], cpu_order: Sequence[int], cpu_layer: int) -> None:
+        """Batches with work, in which order the CPU gets those that have some for it, and its first layer."""
 
     def take_cpu_times(self, times_ns: Sequence[int]) -> None:
         """As in the plane's Report."""
@@ -56,6 +59,7 @@ class Recorder(NullRecorder):
         self._start_ns = 0
         self._batches: Sequence[Batch] = ()
         self._cpu_order: Sequence[int] = ()
+        self._cpu_layer = 0
         self._cpu_times_ns: Sequence[int] = ()
 
     def begin(self, start_ns: int) -> None:
@@ -72,12 +76,14 @@ class Recorder(NullRecorder):
         self._sub_batches[i] = sub_batch
         self._num_events = i + 1
 
-    def stage(self, batch: Batch, decoder: Decoder, cache: GpuKvCache, host: HostTier | None) -> Stage:
+    def stage(
+        self, batch: Batch, decoder: Decoder, cache: GpuKvCache, host: HostTier | None, hidden: Tensor | None = None
+    ) -> Stage:
         """That marks each of its steps."""
-        return _RecordedStage(self, batch, decoder, cache, host)
+        return _RecordedStage(self, batch, decoder, cache, host, hidden)
 
-    def describe(self, batches: Sequence[Batch], cpu_order: Sequence[int]) -> None:
-        self._batches, self._cpu_order = batches, cpu_order
+    def describe(self, batches: Sequence[Batch], cpu_order: Sequence[int], cpu_layer: int) -> None:
+        self._batches, self._cpu_order, self._cpu_layer = batches, cpu_order, cpu_layer
 
     def take_cpu_times(self, times_ns: Sequence[int]) -> None:
         self._cpu_times_ns = times_ns
@@ -110,7 +116,7 @@ class Recorder(NullRecorder):
         num_layers = num // max(1, len(order))
         return TraceEvents(
             (TraceKind.CPU_WAIT, TraceKind.CPU_ATTEND) * num,
-            tuple(np.arange(num_layers).repeat(2 * len(order)).tolist()),
+            tuple((self._cpu_layer + np.arange(num_layers)).repeat(2 * len(order)).tolist()),
             tuple(np.tile(order.repeat(2), num_layers).tolist()),
             tuple(times[:, :2].reshape(-1).tolist()),
             tuple(np.diff(times, axis=1).reshape(-1).tolist()),
@@ -121,11 +127,17 @@ class _RecordedStage(Stage):
     """Marks what it did; where there was nothing to do, no mark."""
 
     def __init__(
-        self, recorder: Recorder, batch: Batch, decoder: Decoder, cache: GpuKvCache, host: HostTier | None
+        self,
+        recorder: Recorder,
+        batch: Batch,
+        decoder: Decoder,
+        cache: GpuKvCache,
+        host: HostTier | None,
+        hidden: Tensor | None,
     ) -> None:
-        super().__init__(batch, decoder, cache, host)
+        super().__init__(batch, decoder, cache, host, hidden)
         self._recorder = recorder
-        self._index = batch.cpu_work.slot
+        self._index = batch.index
         self._layer = 0
 
     def _mark(self, kind: TraceKind) -> None:
@@ -163,7 +175,7 @@ class _RecordedStage(Stage):
 
 def _describe(batch: Batch) -> TracedSubBatch:
     return TracedSubBatch(
-        index=batch.cpu_work.slot,
+        index=batch.index,
         prefill_tokens=sum(chunk.rows.stop - chunk.rows.start for chunk in batch.chunks),
         gpu_decodes=batch.gpu_decode_rows.stop - batch.gpu_decode_rows.start,
         cpu_decodes=len(batch.cpu_work),

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpu_svc.block_ownership import BlockOwnership
-from gpu_svc.limits import Int32Array, InvalidPlanError, Limits
+from gpu_svc.limits import Int32Array, InvalidPlanError, Limits, check_mode
 from gpu_svc.sampling import SamplingRows
-from svc_common.plan import IterationPlan, Mode, NewBlocks, NewSequence, PrefillChunk, SubBatch, Swap, Tier
+from svc_common.plan import IterationPlan, NewBlocks, NewSequence, PrefillChunk, SubBatch, Swap, Tier
 
 Slots = NDArray[np.int64]
 
@@ -175,19 +175,14 @@ class SequenceTable:
 
     def check_work(self, plan: IterationPlan) -> None:
         """Whether the sub-batches can run on the state as it is now. Raises InvalidPlanError."""
+        check_mode(plan)
         batches = plan.sub_batches
-        if len(batches) > 2 or (len(batches) == 2 and batches[1].gpu_decodes):
-            raise InvalidPlanError("at most two sub-batches, and of two the second holds no GPU decodes")
-        if plan.mode is Mode.GPU_ONLY and any(batch.cpu_decodes for batch in batches):
-            raise InvalidPlanError("a GPU-only iteration holds CPU decodes")
-        num_tokens = sum(batch.num_tokens for batch in batches)
-        if num_tokens > self._limits.max_batch_tokens:
-            raise InvalidPlanError(f"{num_tokens} tokens in an iteration; at most {self._limits.max_batch_tokens}")
+        self.check_num_tokens(sum(batch.num_tokens for batch in batches))
         seen: set[int] = set()
         computed: dict[int, int] = {}  # of prompts that go on from the first sub-batch to the second
         for batch in batches:
             continued, computed = computed, {}
-            ids = list(_ids(batch))
+            ids = batch.sequence_ids
             if len(set(ids)) < len(ids) or seen.intersection(ids) - continued.keys():
                 repeated = next(one for one in ids if ids.count(one) > 1 or one in seen - continued.keys())
                 raise InvalidPlanError(f"sequence {repeated} appears twice")
@@ -197,8 +192,8 @@ class SequenceTable:
                 computed[chunk.sequence_id] = chunk.start + chunk.num_tokens
             if continued.keys() & {*batch.gpu_decodes, *batch.cpu_decodes}:
                 raise InvalidPlanError("a sequence prefills and decodes in one iteration")
-            self._check_decodes(batch.gpu_decodes, Tier.GPU)
-            self._check_decodes(batch.cpu_decodes, Tier.HOST)
+            self.check_decodes(batch.gpu_decodes, Tier.GPU)
+            self.check_decodes(batch.cpu_decodes, Tier.HOST)
 
     def _check_chunk(self, chunk: PrefillChunk, continued_at: int | None) -> None:
         """`continued_at`: where the sub-batch before leaves the same prompt."""
@@ -212,7 +207,13 @@ class SequenceTable:
             )
         self._check_room(chunk.sequence_id, slot, end)
 
-    def _check_decodes(self, sequence_ids: tuple[int, ...], tier: Tier) -> None:
+    def check_num_tokens(self, num_tokens: int) -> None:
+        """Of all sub-batches, or of a cohort. Raises InvalidPlanError."""
+        if num_tokens > self._limits.max_batch_tokens:
+            raise InvalidPlanError(f"{num_tokens} tokens in an iteration; at most {self._limits.max_batch_tokens}")
+
+    def check_decodes(self, sequence_ids: tuple[int, ...], tier: Tier) -> None:
+        """Whether these sequences can decode one token on `tier`. Raises InvalidPlanError."""
         slots = self.slots(sequence_ids)
         after = self.computed_tokens[slots] + 1
         bad = (
@@ -260,10 +261,6 @@ class SequenceTable:
         """Keeps sampled tokens as the next inputs."""
         self.last_token[slots] = tokens
         self._sampling.draw[slots] += 1
-
-
-def _ids(batch: SubBatch) -> tuple[int, ...]:
-    return tuple(chunk.sequence_id for chunk in batch.prefills) + batch.gpu_decodes + batch.cpu_decodes
 
 
 def _joined(pairs: list[tuple[Int32Array, Int32Array]]) -> BlockMoves:

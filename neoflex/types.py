@@ -142,6 +142,8 @@ class Counters:
     cpu_wait_ns: int
     cpu_attention_ns: int
     planning_ns: int
+    same_layer_iterations: int
+    decoupled_iterations: int
 
     def since(self, earlier: "Counters") -> "Counters":
         """What was done between two looks."""

@@ -83,6 +83,10 @@ class SubBatch:
         """Tokens that pass the linear operations."""
         return sum(chunk.num_tokens for chunk in self.prefills) + len(self.gpu_decodes) + len(self.cpu_decodes)
 
+    @property
+    def sequence_ids(self) -> tuple[int, ...]:
+        return tuple(chunk.sequence_id for chunk in self.prefills) + self.gpu_decodes + self.cpu_decodes
+
 
 @dataclass(frozen=True, slots=True)
 class CohortStep:

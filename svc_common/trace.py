@@ -29,6 +29,15 @@ class TraceKind(IntEnum):
         return self in _BUBBLES
 
 
+COHORT = 2
+"""Stands for a decoupled cohort where sub-batches are named by their place in the plan, 0 or 1."""
+
+
+def batch_name(index: int) -> str:
+    """Of a sub-batch or a cohort, for people."""
+    return "cohort" if index == COHORT else f"sub-batch {index}"
+
+
 _BUBBLES = frozenset({TraceKind.WAIT, TraceKind.REPORT, TraceKind.CPU_WAIT})
 
 
@@ -66,6 +75,7 @@ class TraceEvents:
 @dataclass(frozen=True, slots=True)
 class TracedSubBatch:
     index: int
+    """COHORT for a cohort."""
     prefill_tokens: int
     gpu_decodes: int
     cpu_decodes: int
@@ -81,6 +91,7 @@ class IterationTrace:
     """CLOCK_MONOTONIC."""
     duration_ns: int
     sub_batches: tuple[TracedSubBatch, ...] = ()
+    """A cohort last."""
     gpu: TraceEvents = TraceEvents()
     """One after another without a gap."""
     cpu: TraceEvents = TraceEvents()

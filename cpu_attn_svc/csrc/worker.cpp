@@ -33,8 +33,8 @@ Worker::Worker(Region& region, const Kernel& kernel, ThreadPool& threads)
       heads_(heads_of(region.shape())),
       kernel_shape_(kernel_shape_of(region.shape())) {}
 
-IterationTimes Worker::run(const std::vector<SubBatch>& sub_batches, bool trace) {
-    check(sub_batches);
+IterationTimes Worker::run(const std::vector<SubBatch>& sub_batches, LayerRange layers, bool trace) {
+    check(sub_batches, layers);
     const int num_threads = threads_.resize();
     std::vector<DecodePlan> plans;
     plans.reserve(sub_batches.size());
@@ -42,20 +42,21 @@ IterationTimes Worker::run(const std::vector<SubBatch>& sub_batches, bool trace)
         plans.emplace_back(batch.decodes, heads_, kernel_shape_, region_.shape().sliding_window, num_threads);
 
     IterationTimes times{};
-    if (trace) times.trace_ns.reserve(3 * sub_batches.size() * region_.shape().num_layers);
+    if (trace) times.trace_ns.reserve(3 * sub_batches.size() * layers.count);
     auto start = Clock::now();
     const Layout& at = region_.layout();
     const auto q_stride = static_cast<std::size_t>(heads_.num_q_heads) * kernel_shape_.head_dim;
-    for (int layer = 0; layer < region_.shape().num_layers; ++layer) {
+    for (int number = 1; number <= layers.count; ++number) {
+        const int layer = layers.first + number - 1;
         for (std::size_t i = 0; i < sub_batches.size(); ++i) {
             const SubBatch& batch = sub_batches[i];
-            wait_for_submit(batch, layer);
+            wait_for_submit(batch, number);
             const auto submitted = Clock::now();
             std::byte* slot = region_.slot(batch.slot);
             attention_.run(plans[i], {region_.pool_layer(layer), slot + at.slot_q, q_stride, slot + at.slot_k,
                                       slot + at.slot_v, slot + at.slot_out, q_stride});
             const auto completed = Clock::now();
-            region_.control().completed[batch.slot].ring(batch.first_submit + layer + 1);
+            region_.control().completed[batch.slot].ring(batch.first_submit + number);
             times.wait_ns += to_ns(submitted - start);
             times.compute_ns += to_ns(completed - submitted);
             if (trace) times.trace_ns.insert(times.trace_ns.end(), {to_ns(start), to_ns(submitted), to_ns(completed)});
@@ -70,7 +71,12 @@ void Worker::cancel() {
     for (auto& bell : region_.control().submitted) bell.nudge();
 }
 
-void Worker::check(const std::vector<SubBatch>& sub_batches) const {
+void Worker::check(const std::vector<SubBatch>& sub_batches, LayerRange layers) const {
+    const std::int32_t num_layers = region_.shape().num_layers;
+    require(layers.first >= 0 && layers.first < num_layers && layers.count >= 1 &&
+                layers.count <= num_layers - layers.first,
+            std::to_string(layers.count) + " layers from layer " + std::to_string(layers.first) + " on, of " +
+                std::to_string(num_layers));
     bool used[num_slots] = {};
     for (const SubBatch& batch : sub_batches) {
         require(batch.slot >= 0 && batch.slot < num_slots, "slot " + std::to_string(batch.slot));
@@ -80,7 +86,7 @@ void Worker::check(const std::vector<SubBatch>& sub_batches) const {
     }
 }
 
-void Worker::wait_for_submit(const SubBatch& batch, int layer) {
+void Worker::wait_for_submit(const SubBatch& batch, int number) {
     const char* why = nullptr;
     auto interrupted = [&](bool slept_a_slice) {
         if (cancelled_.load(std::memory_order_relaxed)) {
@@ -93,8 +99,7 @@ void Worker::wait_for_submit(const SubBatch& batch, int layer) {
         return why != nullptr;
     };
     const auto result = waiters_[batch.slot].wait(region_.control().submitted[batch.slot],
-                                                  batch.first_submit + layer + 1, Clock::time_point::max(),
-                                                  interrupted);
+                                                  batch.first_submit + number, Clock::time_point::max(), interrupted);
     if (result != WaitResult::reached) throw Interrupted(why);
 }
 

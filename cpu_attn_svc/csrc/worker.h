@@ -1,4 +1,4 @@
-// Computes one iteration over a region: layer by layer, sub-batch by sub-batch, as the executor submits them.
+// Computes one iteration over a region, all layers or some: layer by layer, sub-batch by sub-batch, as the executor submits them.
 #pragma once
 
 #include <atomic>
@@ -16,6 +16,12 @@ struct SubBatch {
     int slot;
     std::uint32_t first_submit;  // number on the slot's doorbell before this iteration's first submit
     DecodeBatch decodes;
+};
+
+// Layers that an iteration takes its sub-batches through.
+struct LayerRange {
+    std::int32_t first;
+    std::int32_t count;
 };
 
 struct IterationTimes {
@@ -36,14 +42,15 @@ class Worker {
     Worker(Region& region, const Kernel& kernel, ThreadPool& threads);
 
     // Throws PlaneError where a number is out of range, before any memory is touched, and Interrupted.
-    IterationTimes run(const std::vector<SubBatch>& sub_batches, bool trace);
+    IterationTimes run(const std::vector<SubBatch>& sub_batches, LayerRange layers, bool trace);
 
     // Ends the running iteration, and each later one, at its next wait. From any thread.
     void cancel();
 
   private:
-    void check(const std::vector<SubBatch>& sub_batches) const;
-    void wait_for_submit(const SubBatch& batch, int layer);
+    void check(const std::vector<SubBatch>& sub_batches, LayerRange layers) const;
+    // `number` counts the iteration's submits to the batch's slot from 1.
+    void wait_for_submit(const SubBatch& batch, int number);
 
     Region& region_;
     DecodeAttention attention_;

@@ -139,7 +139,7 @@ def _table(summary: Summary) -> Table:
     table.add_column(justify="right", overflow="fold")
     missed = f", {summary.num_missed} more missed" if summary.num_missed else ""
     table.add_row("iterations", f"{summary.num_iterations}{missed} in {summary.wall_ns / 1e9:.2f} s")
-    table.add_row("of them in two sub-batches", f"{summary.num_two_sub_batches}", end_section=True)
+    table.add_row("by mode", summary.describe_modes(), end_section=True)
     table.add_row("gpu_svc busy", f"{summary.gpu_busy_share:.1%}")
     table.add_row("gpu_svc waiting for the CPU", f"{summary.gpu_bubble_share:.1%}")
     table.add_row("gpu_svc without a plan", f"{summary.idle_share:.1%}")

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-from svc_common.trace import IterationTrace, TraceEvent, TraceKind
+from svc_common.trace import COHORT, IterationTrace, TraceEvent, TraceKind, batch_name
 
 NAMES = {
     TraceKind.BOOKKEEPING: "bookkeeping",
@@ -62,7 +62,7 @@ def _iteration(trace: IterationTrace, base_ns: int) -> Iterator[dict[str, Any]]:
         "mode": trace.mode.value,
         "sub_batches": [
             {
-                "index": batch.index,
+                "index": _place(batch.index),
                 "prefill_tokens": batch.prefill_tokens,
                 "gpu_decodes": batch.gpu_decodes,
                 "cpu_decodes": batch.cpu_decodes,
@@ -79,12 +79,16 @@ def _iteration(trace: IterationTrace, base_ns: int) -> Iterator[dict[str, Any]]:
             yield _complete(NAMES[event.kind], lane, event.start_ns - base_ns, event.duration_ns, where)
 
 
-def _arguments(trace: IterationTrace, event: TraceEvent) -> dict[str, int]:
-    arguments = {"iteration": trace.iteration}
+def _place(sub_batch: int) -> int | str:
+    return batch_name(sub_batch) if sub_batch == COHORT else sub_batch
+
+
+def _arguments(trace: IterationTrace, event: TraceEvent) -> dict[str, int | str]:
+    arguments: dict[str, int | str] = {"iteration": trace.iteration}
     if event.layer >= 0:
         arguments["layer"] = event.layer
     if event.sub_batch >= 0:
-        arguments["sub_batch"] = event.sub_batch
+        arguments["sub_batch"] = _place(event.sub_batch)
     return arguments
 
 

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from neoflex.trace.summary import Summary
-from svc_common.trace import IterationTrace, TraceEvent, TraceKind
+from svc_common.trace import COHORT, IterationTrace, TraceEvent, TraceKind, batch_name
 
 _MAX_ITERATIONS = 5
 _NUM_LAYERS = 3
@@ -16,7 +16,7 @@ _GPU_LANE, _CPU_LANE = 1.0, 0.0
 _LANE_HEIGHT = 0.72
 _LINEAR, _ATTENTION, _BESIDE, _BUBBLE = 0, 1, 2, 3
 # By sub-batch: linear operations and attention.
-_COLOURS = {0: ("#1f5fa8", "#7fb2e5"), 1: ("#c2571a", "#f2ae7e")}
+_COLOURS = {0: ("#1f5fa8", "#7fb2e5"), 1: ("#c2571a", "#f2ae7e"), COHORT: ("#2c7a4b", "#93d0aa")}
 _BESIDE_COLOUR, _BUBBLE_COLOUR = "#6b6b6b", "#f3f3f3"
 _CLASSES = {
     TraceKind.PRE_ATTENTION: _LINEAR,
@@ -46,16 +46,17 @@ def draw(traces: Sequence[IterationTrace], summary: Summary, path: Path) -> None
     top, bottom = figure.subplots(2, 1)
     figure.suptitle(_title(summary), x=0.01, ha="left", fontsize=11)
     first = max(0, min(middle - _MAX_ITERATIONS // 2, len(traces) - _MAX_ITERATIONS))
-    _draw_iterations(top, traces[first : first + _MAX_ITERATIONS])
+    drawn = traces[first : first + _MAX_ITERATIONS]
+    _draw_iterations(top, drawn)
     _draw_layers(bottom, traces[middle])
-    figure.legend(handles=_legend(), loc="outside lower center", ncols=6, frameon=False, fontsize=9)
+    shown = {batch.index for trace in drawn for batch in trace.sub_batches}
+    figure.legend(handles=_legend(sorted(shown)), loc="outside lower center", ncols=6, frameon=False, fontsize=9)
     figure.savefig(path, format="png")
 
 
 def _title(summary: Summary) -> str:
     return (
-        f"{summary.num_iterations} iterations in {summary.wall_ns / 1e9:.2f} s, "
-        f"{summary.num_two_sub_batches} of them in two sub-batches.   "
+        f"{summary.num_iterations} iterations in {summary.wall_ns / 1e9:.2f} s: {summary.describe_modes()}.   "
         f"gpu_svc: {summary.gpu_busy_share:.0%} busy, {summary.gpu_bubble_share:.0%} waiting for the CPU, "
         f"{summary.idle_share:.0%} idle.   "
         f"cpu_attn_svc: {summary.cpu_busy_share:.0%} busy.   Both at once: {summary.both_busy_share:.0%}"
@@ -93,16 +94,20 @@ def _describe(trace: IterationTrace) -> str:
     lines = [f"iteration {trace.iteration}, {trace.duration_ns / 1e6:.1f} ms"]
     for batch in trace.sub_batches:
         counts = ((batch.prefill_tokens, "prompt tokens"), (batch.gpu_decodes, "on GPU"), (batch.cpu_decodes, "on CPU"))
-        lines.append(f"sub-batch {batch.index}: " + ", ".join(f"{num} {what}" for num, what in counts if num))
+        lines.append(f"{batch_name(batch.index)}: " + ", ".join(f"{num} {what}" for num, what in counts if num))
     return "\n".join(lines)
 
 
 def _draw_layers(axes: Axes, trace: IterationTrace) -> None:
     """Layers from the middle of the iteration, with names on the bars that have room for them."""
-    num_layers = 1 + max((event.layer for event in trace.events(trace.gpu)), default=0)
-    first = max(0, num_layers // 2 - 1)
-    shown = range(first, min(first + _NUM_LAYERS, num_layers))
-    steps = [event for event in trace.events(trace.gpu) if event.layer in shown] or list(trace.events(trace.gpu))
+    # A cohort's layers are others than those of the batch beside it.
+    alone = all(batch.index == COHORT for batch in trace.sub_batches)
+    on_gpu = list(trace.events(trace.gpu))
+    in_layers = [event for event in on_gpu if event.layer >= 0 and (alone or event.sub_batch != COHORT)]
+    layers = sorted({event.layer for event in in_layers})
+    first = max(0, len(layers) // 2 - 1)
+    shown = layers[first : first + _NUM_LAYERS]
+    steps = [event for event in in_layers if event.layer in shown] or on_gpu
     start_ns, end_ns = steps[0].start_ns, steps[-1].end_ns
     for lane, events in ((_GPU_LANE, trace.gpu), (_CPU_LANE, trace.cpu)):
         for event in trace.events(events):
@@ -110,8 +115,8 @@ def _draw_layers(axes: Axes, trace: IterationTrace) -> None:
                 _bar(axes, lane, event, start_ns)
                 _label(axes, lane, event, start_ns, end_ns)
     axes.set_xlim(0, (end_ns - start_ns) / 1e6)
-    layers = f"layers {shown[0]} to {shown[-1]} of {num_layers}" if shown else "no layers"
-    axes.set_title(f"iteration {trace.iteration}, {layers}; numbers on the bars are layers", loc="left", fontsize=10)
+    which = f"layers {shown[0]} to {shown[-1]} of {layers[0]} to {layers[-1]}" if shown else "no layers"
+    axes.set_title(f"iteration {trace.iteration}, {which}; numbers on the bars are layers", loc="left", fontsize=10)
     _finish(axes, "ms")
 
 
@@ -168,11 +173,12 @@ def _finish(axes: Axes, unit: str) -> None:
         axes.spines[side].set_visible(False)
 
 
-def _legend() -> list[Patch]:
+def _legend(sub_batches: Sequence[int]) -> list[Patch]:
     handles = []
-    for sub_batch, (linear, attention) in _COLOURS.items():
-        handles.append(Patch(color=linear, label=f"sub-batch {sub_batch}: linear operations"))
-        handles.append(Patch(color=attention, label=f"sub-batch {sub_batch}: attention"))
+    for sub_batch in sub_batches:
+        linear, attention = _COLOURS[sub_batch]
+        handles.append(Patch(color=linear, label=f"{batch_name(sub_batch)}: linear operations"))
+        handles.append(Patch(color=attention, label=f"{batch_name(sub_batch)}: attention"))
     handles.append(Patch(color=_BESIDE_COLOUR, label="copies, bookkeeping, head and sampling"))
     handles.append(
         Patch(facecolor=_BUBBLE_COLOUR, edgecolor="#c9c9c9", hatch="////", label="bubble: waits for the other side")

@@ -1,10 +1,12 @@
 """Sums traces up: how busy each side was, what its bubbles and hops cost."""
 
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from svc_common.plan import Mode
 from svc_common.trace import IterationTrace, TraceEvent, TraceKind
 
 
@@ -23,7 +25,7 @@ class IterationTimes:
     cpu_bubble_ns: int
     """The CPU attention service waited for a submit, from its first wait to its last attention."""
     hops_ns: tuple[int, ...]
-    """For each layer and sub-batch that went to the CPU, see `hop_ns`."""
+    """For each layer and sub-batch, or cohort, that went to the CPU, see `hop_ns`."""
 
     @property
     def longer_side_ns(self) -> int:
@@ -82,7 +84,8 @@ class Summary:
     """Of all iterations recorded. Shares are of `wall_ns`."""
 
     num_iterations: int
-    num_two_sub_batches: int
+    num_by_mode: dict[Mode, int]
+    """Of modes that ran."""
     num_missed: int
     """Iterations between the first and the last that did not arrive."""
     wall_ns: int
@@ -101,6 +104,11 @@ class Summary:
     """The iteration of median duration."""
     slowest: IterationTrace
 
+    def describe_modes(self) -> str:
+        """The most frequent first."""
+        frequent = sorted(self.num_by_mode.items(), key=lambda item: -item[1])
+        return ", ".join(f"{num} {mode.value}" for mode, num in frequent)
+
     @property
     def neither_busy_share(self) -> float:
         """Hops that hold both sides up, and what the executor idles."""
@@ -114,7 +122,7 @@ def summarize(traces: Sequence[IterationTrace]) -> Summary:
     hops = [hop for each in times for hop in each.hops_ns]
     return Summary(
         num_iterations=len(traces),
-        num_two_sub_batches=sum(len(trace.sub_batches) == 2 for trace in traces),
+        num_by_mode=dict(Counter(trace.mode for trace in traces)),
         num_missed=sum(
             after.iteration - before.iteration - 1 for before, after in pairwise(traces) if after.epoch == before.epoch
         ),

@@ -14,11 +14,11 @@ import numpy.typing as npt
 
 from svc_common.tensor_plane.errors import PlaneError
 
-VERSION = 2
+VERSION = 3
 _DESCRIPTOR_MAGIC = 0x4449464E  # "NFID"
 _REPORT_MAGIC = 0x5249464E  # "NFIR"
-# magic, version, num_sub_batches, epoch, iteration, host_blocks_used, trace
-_DESCRIPTOR = struct.Struct("<IHHQQiI")
+# magic, version, num_sub_batches, epoch, iteration, host_blocks_used, first_layer, num_layers, trace
+_DESCRIPTOR = struct.Struct("<IHHQQiiiI")
 # slot, first_submit, num_sequences, stride
 _SUB_BATCH = struct.Struct("<iIII")
 # magic, version, error, epoch, iteration, compute_ns, wait_ns, iterations, text_bytes, num_times
@@ -66,6 +66,8 @@ class Descriptor:
     """Blocks owned by sequences, for accounting."""
     sub_batches: tuple[SubmittedSubBatch, ...]
     """In the order in which each layer submits them. None: nothing to compute, and no report."""
+    layers: range = range(0)
+    """What it takes the sub-batches through."""
     trace: bool = False
     """Whether the report is to say what was done when."""
 
@@ -105,6 +107,8 @@ def encode_descriptor(descriptor: Descriptor) -> bytes:
             descriptor.epoch,
             descriptor.iteration,
             descriptor.host_blocks_used,
+            descriptor.layers.start,
+            len(descriptor.layers),
             descriptor.trace,
         )
     ]
@@ -123,8 +127,9 @@ def decode_descriptor(message: bytes) -> Descriptor:
     """Checks magic, version and length; what the numbers mean is checked against the region by the worker."""
     if len(message) < _DESCRIPTOR.size:
         raise PlaneError(f"descriptor of {len(message)} bytes is cut short")
-    magic, version, num_sub_batches, epoch, iteration, host_blocks_used, trace = _DESCRIPTOR.unpack_from(message)
+    magic, version, num_sub_batches, *numbers = _DESCRIPTOR.unpack_from(message)
     _check_kind("descriptor", magic, _DESCRIPTOR_MAGIC, version)
+    epoch, iteration, host_blocks_used, first_layer, num_layers, trace = numbers
     offset = _DESCRIPTOR.size
     sub_batches = []
     for _ in range(num_sub_batches):
@@ -141,7 +146,8 @@ def decode_descriptor(message: bytes) -> Descriptor:
         sub_batches.append(SubmittedSubBatch(CpuSubBatch(slot, context_tokens, block_tables), first_submit))
     if offset != len(message):
         raise PlaneError(f"descriptor has {len(message) - offset} bytes too many")
-    return Descriptor(epoch, iteration, host_blocks_used, tuple(sub_batches), bool(trace))
+    layers = range(first_layer, first_layer + num_layers)
+    return Descriptor(epoch, iteration, host_blocks_used, tuple(sub_batches), layers, bool(trace))
 
 
 def encode_report(work: WorkReport) -> bytes:

@@ -48,6 +48,7 @@ class TensorPlane:
         self._socket = socket
         self._exchange = _plane.Exchange(region)
         self._iteration = 0
+        self._all_layers = range(shape.num_layers)
         self.num_blocks = region.num_blocks
         memory = region.memory()
         self.pool = _view(
@@ -91,13 +92,24 @@ class TensorPlane:
         return self._slots[slot][3]
 
     def begin(
-        self, iteration: int, sub_batches: Sequence[CpuSubBatch], host_blocks_used: int, trace: bool = False
+        self,
+        iteration: int,
+        sub_batches: Sequence[CpuSubBatch],
+        host_blocks_used: int,
+        trace: bool = False,
+        layers: range | None = None,
     ) -> None:
-        """Describes an iteration. Without sub-batches it only accounts for blocks, and `finish` must not follow."""
+        """Describes an iteration that takes its sub-batches through `layers`, or through all.
+
+        Without sub-batches it only accounts for blocks, and `finish` must not follow.
+        """
         self._iteration = iteration
         self._exchange.begin(iteration)
         submitted = tuple(SubmittedSubBatch(batch, self._exchange.num_submits(batch.slot)) for batch in sub_batches)
-        message = encode_descriptor(Descriptor(self._region.epoch, iteration, host_blocks_used, submitted, trace))
+        layers = self._all_layers if layers is None else layers
+        message = encode_descriptor(
+            Descriptor(self._region.epoch, iteration, host_blocks_used, submitted, layers, trace)
+        )
         try:
             self._socket.send(message, zmq.NOBLOCK)
         except zmq.Again:

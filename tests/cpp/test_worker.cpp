@@ -80,12 +80,18 @@ class Sequences {
         for (std::size_t i = 0; i < tables_.size(); ++i) tables_[i] = static_cast<std::int32_t>(tables_.size() - 1 - i);
     }
 
-    // One more token each, through all layers.
-    void step(Rig& rig, int slot) {
+    // One more token each, through all layers, in one iteration or two.
+    void step(Rig& rig, int slot, std::int32_t layers_first) {
         for (auto& context : contexts_) ++context;
+        run(rig, slot, {0, layers_first});
+        if (layers_first < shape_.num_layers) run(rig, slot, {layers_first, shape_.num_layers - layers_first});
+    }
+
+  private:
+    void run(Rig& rig, int slot, LayerRange layers) {
         const SubBatch batch{slot, rig.exchange().num_submits(slot), {num_, contexts_.data(), tables_.data(), stride_}};
-        std::thread computing([&] { rig.worker().run({batch}, false); });
-        for (int layer = 0; layer < shape_.num_layers; ++layer) {
+        std::thread computing([&] { rig.worker().run({batch}, layers, false); });
+        for (int layer = layers.first; layer < layers.first + layers.count; ++layer) {
             std::vector<std::byte> fused(num_ * row_bytes());
             fill(fused, layer);
             const std::size_t head = shape_.head_dim * exchange_bytes_;
@@ -101,7 +107,6 @@ class Sequences {
         computing.join();
     }
 
-  private:
     std::size_t row_bytes() const {
         return (shape_.num_q_heads + 2 * shape_.num_kv_heads) * static_cast<std::size_t>(shape_.head_dim) *
                exchange_bytes_;
@@ -172,7 +177,7 @@ void grow(const Shape& shape, const Kernel& kernel, int num_threads, int num_seq
     const std::int32_t stride = (num_tokens - 1) / shape.block_tokens + 1;
     Rig rig(shape, kernel, num_threads, stride * num_sequences);
     Sequences sequences(shape, num_sequences, stride, static_cast<unsigned>(num_tokens));
-    for (int token = 0; token < num_tokens; ++token) sequences.step(rig, token % num_slots);
+    for (int token = 0; token < num_tokens; ++token) sequences.step(rig, token % num_slots, 1 + token % shape.num_layers);
 }
 
 void test_random_shapes(const Kernel& kernel) {
@@ -182,7 +187,7 @@ void test_random_shapes(const Kernel& kernel) {
     for (int i = 0; i < 18; ++i) {
         const int num_kv_heads = between(1, 3);
         const int head_dim = between(1, 4) == 1 ? between(1, 256) : 16 * between(1, 8);
-        const Shape shape{between(1, 2),
+        const Shape shape{between(1, 3),
                           num_kv_heads * between(1, 6),
                           num_kv_heads,
                           head_dim,
@@ -206,8 +211,9 @@ void test_what_is_refused(const Kernel& kernel) {
     const Shape shape{1, 2, 1, 8, 4, DType::fp32, DType::fp32, 2, 1.0f, 0};
     Rig rig(shape, kernel, 1, 3);
     const std::int32_t contexts[] = {1, 5, 1}, tables[] = {0, 1, 2};
-    auto run = [&](int slot, std::int32_t num, const std::int32_t* context, const std::int32_t* table) {
-        return rig.worker().run({{slot, 0, {num, context, table, 1}}}, false);
+    auto run = [&](int slot, std::int32_t num, const std::int32_t* context, const std::int32_t* table,
+                   LayerRange layers = {0, 1}) {
+        return rig.worker().run({{slot, 0, {num, context, table, 1}}}, layers, false);
     };
     const std::int32_t beyond[] = {3}, negative[] = {-1}, nothing[] = {0};
     CHECK_THROWS(run(2, 1, contexts, tables), PlaneError, "slot 2");
@@ -217,6 +223,8 @@ void test_what_is_refused(const Kernel& kernel) {
     CHECK_THROWS(run(0, 1, nothing, tables), PlaneError, "context of 0 tokens");
     CHECK_THROWS(run(0, 1, contexts, beyond), PlaneError, "block 3 of 3");
     CHECK_THROWS(run(0, 1, contexts, negative), PlaneError, "block -1 of 3");
+    for (const LayerRange layers : {LayerRange{0, 2}, {0, 0}, {1, 1}, {-1, 1}, {0, -1}, {2147483647, 2147483647}})
+        CHECK_THROWS(run(0, 1, contexts, tables, layers), PlaneError, "layers from layer");
     rig.worker().cancel();
     CHECK_THROWS(run(0, 1, contexts, tables), Interrupted, "given up");
 }
@@ -229,7 +237,7 @@ void test_an_executor_that_closes_ends_the_iteration(const Kernel& kernel) {
         std::this_thread::sleep_for(std::chrono::milliseconds(20));
         rig.owner().close();
     });
-    CHECK_THROWS(rig.worker().run({{0, 0, {1, &context, &block, 1}}}, false), Interrupted, "closed the region");
+    CHECK_THROWS(rig.worker().run({{0, 0, {1, &context, &block, 1}}}, {0, 1}, false), Interrupted, "closed the region");
     closing.join();
 }
 

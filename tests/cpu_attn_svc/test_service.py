@@ -49,6 +49,26 @@ def test_iterations_equal_the_reference(service: Service, change: dict[str, obje
     plane.close()
 
 
+def test_a_token_takes_several_iterations(service: Service) -> None:
+    """Some layers each; none but those are written."""
+    plane = service.attach(5, SHAPE)
+    decodes = Decodes(plane, SHAPE, (3, 2))
+    for layers in (range(2), range(2, 3), range(1), range(1, 2), range(2, 3), range(3)):
+        decodes.run_iteration(layers)
+    assert service.status().iterations == 6
+    plane.close()
+
+
+@pytest.mark.parametrize("layers", [range(4), range(2, 4), range(3, 4), range(-1, 1), range(0)])
+def test_layers_that_are_none_are_refused(service: Service, layers: range) -> None:
+    plane = service.attach(6, SHAPE)
+    plane.begin(1, [CpuSubBatch(0, np.array([1], np.int32), np.array([[0]], np.int32))], 1, layers=layers)
+    plane.submit(0)
+    with pytest.raises(PlaneError, match=f"{len(layers)} layers from layer {layers.start} on, of 3"):
+        plane.wait(0, TIMEOUT_S)
+    plane.close()
+
+
 def test_threads_change_between_iterations(start_service: Callable[..., Service]) -> None:
     service = start_service(kv_bytes=16 * 2**20, max_threads=2).wait_ready()
     limit = service.status().max_threads

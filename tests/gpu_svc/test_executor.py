@@ -109,7 +109,7 @@ def test_cpu_decodes_in_a_gpu_only_iteration_are_refused(decoder: Decoder, make_
     driver = make_driver(decoder)
     driver.run(whole(1), new_sequences=(new(1, 0, 1, 2),))
     plan = IterationPlan(1, 2, Mode.GPU_ONLY, sub_batches=(SubBatch(cpu_decodes=(1,)),))
-    assert "GPU-only" in driver.executor.run(plan).error_message
+    assert "a gpu_only iteration holds CPU decodes" in driver.executor.run(plan).error_message
 
 
 def test_plans_come_in_order_and_of_this_epoch(decoder: Decoder, make_driver: MakeDriver) -> None:

@@ -9,8 +9,8 @@ import pytest
 from support.gpu import Driver, load_decoder
 
 from svc_common.model.store import ModelFiles
-from svc_common.plan import IterationResult, NewSequence, PrefillChunk, SubBatch, Tier
-from svc_common.trace import IterationTrace, TracedSubBatch, TraceEvent, TraceKind
+from svc_common.plan import CohortStep, IterationResult, NewSequence, PrefillChunk, SubBatch, Tier
+from svc_common.trace import COHORT, IterationTrace, TracedSubBatch, TraceEvent, TraceKind
 
 NUM_LAYERS = 3
 PROMPTS = {1: 40, 2: 23, 3: 31, 4: 12}
@@ -105,3 +105,28 @@ def test_one_batch_and_the_next_iteration(driver: Driver) -> None:
     assert TraceKind.REPORT not in gpu_only.gpu.kinds
     released = trace_of(driver.run(released=(1,), trace=True))
     assert {TraceKind(kind) for kind in released.gpu.kinds} == {TraceKind.BOOKKEEPING, TraceKind.SWAP, TraceKind.HEAD}
+
+
+def test_a_cohort_beside_a_batch(driver: Driver) -> None:
+    """A step's second part alone is traced; it stands between the batch's layers."""
+    driver.run(SubBatch(gpu_decodes=(1,)), cohort=CohortStep((2, 3), 0, 1))
+    trace = trace_of(driver.run(SubBatch(gpu_decodes=(1,)), cohort=CohortStep((2, 3), 1, 2), trace=True))
+    context = sum(PROMPTS[i] + 1 for i in (2, 3))
+    assert trace.sub_batches == (TracedSubBatch(0, 0, 1, 0, 0), TracedSubBatch(COHORT, 0, 0, 2, context))
+    own = (TraceKind.PRE_ATTENTION, TraceKind.ATTEND_DECODES, TraceKind.POST_ATTENTION)
+    before, after = (TraceKind.PRE_ATTENTION, TraceKind.SUBMIT), (TraceKind.WAIT, TraceKind.POST_ATTENTION)
+
+    def cohort(kinds: tuple[TraceKind, ...], layer: int) -> list[tuple[TraceKind, int, int]]:
+        return [(kind, layer, COHORT) for kind in kinds]
+
+    assert [(e.kind, e.layer, e.sub_batch) for e in trace.events(trace.gpu) if e.layer >= 0] == [
+        *cohort(before, 1),
+        *((kind, 0, 0) for kind in own),
+        *cohort(after, 1),
+        *cohort(before, 2),
+        *((kind, layer, 0) for layer in (1, 2) for kind in own),
+        *cohort(after, 2),
+    ]
+    assert [(e.kind, e.layer, e.sub_batch) for e in trace.events(trace.cpu)] == [
+        (kind, layer, COHORT) for layer in (1, 2) for kind in (TraceKind.CPU_WAIT, TraceKind.CPU_ATTEND)
+    ]

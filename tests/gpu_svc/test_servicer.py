@@ -126,12 +126,20 @@ async def test_host_tier_over_the_wire(
         results = await execute(stub, first_plan(epoch, pb.TIER_HOST), *(plan(epoch, i, decode) for i in range(2, 6)))
         status = await stub.GetExecutorStatus(pb.GetExecutorStatusRequest())
         [traced] = await execute(stub, plan(epoch, 6, decode, trace=True))
+        step = {"mode": pb.EXECUTION_MODE_DECOUPLED, "trace": True}
+        parts = [pb.CohortStep(sequence_ids=[5], start_layer=start, num_layers=num) for start, num in ((0, 2), (2, 1))]
+        part, ended = await execute(stub, *(plan(epoch, 7 + i, cohort=parts[i], **step) for i in (0, 1)))
     assert not any(result.HasField("trace") for result in results)
     assert (traced.trace.iteration, traced.trace.duration_ns) == (6, traced.timings.total_ns)
     assert list(traced.trace.cpu.kinds) == 3 * [pb.TRACE_KIND_CPU_WAIT, pb.TRACE_KIND_CPU_ATTEND]
     assert list(traced.trace.cpu.layers) == [0, 0, 1, 1, 2, 2]
+    assert (list(part.sequence_ids), part.cpu_attended_tokens) == ([], 0)
+    assert (list(ended.sequence_ids), ended.cpu_attended_tokens) == ([5], len(PROMPT) + 6)
+    assert part.trace.mode == pb.EXECUTION_MODE_DECOUPLED
+    assert [list(result.trace.cpu.layers) for result in (part, ended)] == [[0, 0, 1, 1], [2, 2]]
     verdict = Verdict()
-    reference("llama").judge(PROMPT, [result.token_ids[0] for result in results], verdict)
+    tokens = [result.token_ids[0] for result in (*results, traced, ended)]
+    reference("llama").judge(PROMPT, tokens, verdict)
     assert not verdict.mismatches
     assert results[-1].cpu_attended_tokens == len(PROMPT) + 4
     assert results[0].swapped_out_bytes == len(PROMPT) * opened.block_bytes // BLOCK_TOKENS

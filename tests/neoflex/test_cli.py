@@ -144,6 +144,8 @@ class TestStatus:
         assert lines["requests waiting"] == "1 of at most 1,024"
         assert lines["iterations, GPU-only"] == "40"
         assert lines["iterations, asymmetric"] == "2"
+        assert lines["iterations, same-layer"] == "7"
+        assert lines["iterations, decoupled"] == "5"
         assert lines["tokens attended on the CPU"] == "1,234"
         assert ended.err == "no GPU here: torch on the CPU plays the GPU, in a process of its own\n"
 

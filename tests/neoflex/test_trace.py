@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 from support.command import Run
 from support.inference import InferenceServer
-from support.traces import gpu_only, pipelined
+from support.traces import decoupled, gpu_only, pipelined
 
 from neoflex.cli import trace as command
 from neoflex.trace.chrome import CPU_PID, GPU_PID, to_chrome
 from neoflex.trace.picture import draw
 from neoflex.trace.record import record
 from neoflex.trace.summary import IterationTimes, summarize, times_of
+from svc_common.plan import Mode
 from svc_common.trace import IterationTrace
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -46,7 +47,8 @@ class TestSummary:
 
     def test_many(self) -> None:
         summary = summarize(three_iterations())
-        assert (summary.num_iterations, summary.num_two_sub_batches, summary.num_missed) == (3, 2, 1)
+        assert (summary.num_iterations, summary.num_missed) == (3, 1)
+        assert summary.num_by_mode == {Mode.ASYMMETRIC: 2, Mode.GPU_ONLY: 1}
         assert summary.wall_ns == 550
         assert summary.idle_share == pytest.approx(50 / 550)
         assert summary.gpu_busy_share == pytest.approx((77 + 100 + 3 * 77) / 550)
@@ -59,6 +61,17 @@ class TestSummary:
         assert summary.hop_share == pytest.approx(48 / 550)
         assert summary.slowest.iteration == 4
         assert summary.median.total_ns == 100
+
+    def test_a_cohort_beside_a_batch(self) -> None:
+        assert times_of(decoupled(1, 10_000)) == IterationTimes(
+            total_ns=100,
+            gpu_busy_ns=100 - 7 - 2,
+            cpu_busy_ns=45,
+            both_busy_ns=40,
+            gpu_bubble_ns=7 + 2,
+            cpu_bubble_ns=12,
+            hops_ns=(3 + 2 + 2,),
+        )
 
     def test_iterations_of_two_epochs_are_not_counted_as_missed(self) -> None:
         other = IterationTrace(2, 1, gpu_only(1, 0).mode, 20_000, 10)
@@ -98,13 +111,29 @@ class TestChrome:
             "cpu_context_tokens": 90,
         }
 
+    def test_a_cohort_has_its_name(self) -> None:
+        events = to_chrome([decoupled(3, 5)])["traceEvents"]
+        [attend] = [event for event in events if event["name"] == "attend"]
+        assert attend["args"] == {"iteration": 3, "layer": 4, "sub_batch": "cohort"}
+        [iteration] = [event for event in events if event["name"] == "3: decoupled"]
+        assert [batch["index"] for batch in iteration["args"]["sub_batches"]] == [0, "cohort"]
+        pre = [event["args"]["sub_batch"] for event in events if event["name"] == "pre-attention"]
+        assert pre == ["cohort", 0]
+
     def test_lanes_are_named(self) -> None:
         names = [e["args"]["name"] for e in to_chrome([gpu_only(1, 5)])["traceEvents"] if e["name"] == "process_name"]
         assert names == ["gpu_svc", "gpu_svc", "cpu_attn_svc"]
 
 
 @pytest.mark.parametrize(
-    "traces", [three_iterations(), [gpu_only(1, 5)], [pipelined(n, 1000 * n) for n in range(1, 9)]]
+    "traces",
+    [
+        three_iterations(),
+        [gpu_only(1, 5)],
+        [pipelined(n, 1000 * n) for n in range(1, 9)],
+        [decoupled(1, 5), pipelined(2, 500)],
+        [decoupled(1, 5, with_batch=False)],
+    ],
 )
 def test_a_picture_of_whatever_ran(traces: list[IterationTrace], tmp_path: Path) -> None:
     path = tmp_path / "timeline"
@@ -133,6 +162,7 @@ class TestCommand:
         assert png.read_bytes().startswith(PNG_SIGNATURE)
         rows = [[cell.strip() for cell in line.split("│")[1:3]] for line in ended.out.splitlines() if "│" in line]
         assert ["iterations", "3, 1 more missed in 0.00 s"] in rows
+        assert ["by mode", "2 asymmetric, 1 gpu_only"] in rows
         assert ["gpu_svc busy", "74.2%"] in rows
         assert ["all hops", "8.7%"] in rows
         assert str(output) in ended.err

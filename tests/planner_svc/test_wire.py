@@ -1,10 +1,12 @@
 import pytest
 from support.traces import pipelined
 
+from gpu_svc.wire import plan_from_pb
 from neoflex.v1 import executor_pb2 as pb
 from planner_svc.estimator import DecodePoint, LinearPoint, OperationTables, PrefillPoint
 from planner_svc.wire import plan_to_message, result_from_message, tables_from_message
 from svc_common.plan import (
+    CohortStep,
     ExecutionError,
     IterationPlan,
     IterationResult,
@@ -72,6 +74,22 @@ def test_every_field_of_a_plan_arrives():
         host_blocks_used=13,
         trace=True,
     )
+
+
+def test_a_cohort_arrives():
+    batch = SubBatch(gpu_decodes=(3,))
+    plan = IterationPlan(7, 3, Mode.DECOUPLED, sub_batches=(batch,), cohort=CohortStep((5, 4), 2, 6))
+    message = plan_to_message(plan)
+    assert message == pb.IterationPlan(
+        epoch=7,
+        iteration=3,
+        mode=pb.EXECUTION_MODE_DECOUPLED,
+        sub_batches=[pb.SubBatch(gpu_decode_sequence_ids=[3])],
+        cohort=pb.CohortStep(sequence_ids=[5, 4], start_layer=2, num_layers=6),
+    )
+    assert plan_from_pb(message) == plan
+    assert plan_to_message(IterationPlan(7, 4, Mode.SAME_LAYER)).mode == pb.EXECUTION_MODE_SAME_LAYER
+    assert not plan_to_message(IterationPlan(7, 4, Mode.SAME_LAYER)).HasField("cohort")
 
 
 def test_every_field_of_a_result_arrives():

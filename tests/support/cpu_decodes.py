@@ -74,18 +74,24 @@ class Decodes:
         got = decode(out)
         np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE[shape.exchange_dtype])
 
-    def run_iteration(self) -> Report:
-        """Both sub-batches, the second submitted while the first is computed."""
+    def run_iteration(self, layers: range | None = None) -> Report:
+        """Both sub-batches, the second submitted while the first is computed; through `layers`, or through all.
+
+        The first layer begins a new token.
+        """
         self.iteration += 1
-        for context in self.contexts:
-            context += 1
+        through = range(self.shape.num_layers) if layers is None else layers
+        if through.start == 0:
+            for context in self.contexts:
+                context += 1
         slots = [slot for slot in (1, 0) if len(self.contexts[slot])]
         self.plane.begin(
             self.iteration,
             [CpuSubBatch(s, self.contexts[s], self.tables[s]) for s in slots],
             sum(map(len, self.tables)),
+            layers=layers,
         )
-        for layer in range(self.shape.num_layers):
+        for layer in through:
             sent = {slot: self.submit(slot)[1] for slot in slots}
             for slot in slots:
                 self.check(slot, layer, sent[slot], self.wait(slot))

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 
 from neoflex.v1 import cpu_attention_pb2, cpu_attention_pb2_grpc, executor_pb2, executor_pb2_grpc
+from support.fake_cohort import FakeCohort
 
 BLOCK_BYTES = 1000
 
@@ -47,6 +48,8 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
     open_s: float = 0.0
     """How long opening an epoch takes."""
     block_tokens: int = 4
+    num_layers: int = 2
+    """As planner_rig.SPEC has."""
 
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     fail_next: tuple[int, str] | None = None
@@ -62,6 +65,7 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         self.gate.set()
         self._address = "127.0.0.1:0"
         self._epoch_over = False
+        self._cohort = FakeCohort(self.num_layers, self.block_tokens)
 
     # --- process control
 
@@ -90,6 +94,7 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         await asyncio.sleep(self.open_s)
         self.epochs.append(request)
         self.held.clear()
+        self._cohort = FakeCohort(self.num_layers, self.block_tokens)
         self._epoch_over = False
         attached = self.host is not None and self.host.open_region(request.epoch)
         response = executor_pb2.OpenEpochResponse(
@@ -133,15 +138,21 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
             result.error, result.error_message = self.fail_next
             self.fail_next, self._epoch_over = None, True
             return result
-        uses_host = any(batch.cpu_decode_sequence_ids for batch in plan.sub_batches)
+        uses_host = plan.HasField("cohort") or any(batch.cpu_decode_sequence_ids for batch in plan.sub_batches)
         if uses_host and self.host is not None and self.host.region_epoch != plan.epoch:
             result.error = executor_pb2.EXECUTION_ERROR_CPU_ATTENTION_LOST
             self._epoch_over = True
             return result
         self.plans.append(plan)
+        self.problems += self._cohort.problems_of_changes(plan)
         self._apply_changes(plan)
+        self.problems += self._cohort.problems_of_work(plan, self.held)
         for batch in plan.sub_batches:
             self._compute(batch, result)
+        if plan.HasField("cohort"):
+            for sequence_id in self._cohort.advance(plan.cohort):
+                self.held[sequence_id].num_computed += 1
+                self._yield_token(sequence_id, result)
         self._check_blocks()
         result.timings.total_ns = 1000
         if plan.trace:

@@ -37,6 +37,7 @@ GREEDY = Sampling()
 _ROPE = {"rope_theta": 10_000.0}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"head_dim": 8}),
+    "llama-deep": ("Llama", {"num_hidden_layers": 7, "initializer_range": 0.15}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True}),
     "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "llama-linear": ("Llama", {"rope_parameters": _ROPE | {"rope_type": "linear", "factor": 4.0}}),
@@ -128,8 +129,10 @@ class Driver:
         return result
 
     def try_run(self, *sub_batches: SubBatch, **changes: Any) -> IterationResult:
+        """`mode` is the plainest that has such work, unless given."""
         self.iteration += 1
         mode = Mode.ASYMMETRIC if any(batch.cpu_decodes for batch in sub_batches) else Mode.GPU_ONLY
+        mode = changes.pop("mode", Mode.DECOUPLED if "cohort" in changes else mode)
         plan = IterationPlan(self.epoch, self.iteration, mode, sub_batches=sub_batches, **changes)
         return self.executor.run(plan)
 

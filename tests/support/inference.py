@@ -106,7 +106,13 @@ class ScriptedInference(inference_pb2_grpc.InferenceServiceServicer):
     async def GetServerInfo(
         self, request: pb.GetServerInfoRequest, context: Context[Any, Any]
     ) -> pb.GetServerInfoResponse:
-        counters = pb.ServerCounters(gpu_only_iterations=40, asymmetric_iterations=2, cpu_attended_tokens=1234)
+        counters = pb.ServerCounters(
+            gpu_only_iterations=40,
+            asymmetric_iterations=2,
+            same_layer_iterations=7,
+            decoupled_iterations=5,
+            cpu_attended_tokens=1234,
+        )
         return pb.GetServerInfoResponse(
             version="0.1.0",
             uptime_s=12.5,

@@ -9,7 +9,7 @@ import grpc
 from neoflex.v1 import trace_pb2 as pb
 from neoflex.v1 import trace_pb2_grpc
 from svc_common.plan import Mode
-from svc_common.trace import IterationTrace, TracedSubBatch, TraceEvents, TraceKind
+from svc_common.trace import COHORT, IterationTrace, TracedSubBatch, TraceEvents, TraceKind
 from svc_common.trace_wire import trace_to_message
 
 K = TraceKind
@@ -67,6 +67,38 @@ def gpu_only(iteration: int, start_ns: int) -> IterationTrace:
     steps = ((K.BOOKKEEPING, -1, -1, 40), (K.PRE_ATTENTION, 0, 0, 50), (K.POST_ATTENTION, 0, 0, 100))
     return IterationTrace(
         1, iteration, Mode.GPU_ONLY, start_ns, 100, (TracedSubBatch(0, 0, 4, 0, 0),), columns(steps, 0, 1)
+    )
+
+
+# One layer of a batch and the fifth of a cohort.
+DECOUPLED_STEPS = (
+    (K.BOOKKEEPING, -1, -1, 10),
+    (K.PRE_ATTENTION, 4, COHORT, 15),
+    (K.SUBMIT, 4, COHORT, 18),
+    (K.PRE_ATTENTION, 0, 0, 40),
+    (K.POST_ATTENTION, 0, 0, 60),
+    (K.WAIT, 4, COHORT, 67),
+    (K.POST_ATTENTION, 4, COHORT, 80),
+    (K.REPORT, -1, -1, 82),
+    (K.HEAD, -1, -1, 100),
+)
+DECOUPLED_CPU_STEPS = ((K.CPU_WAIT, 4, COHORT, 20), (K.CPU_ATTEND, 4, COHORT, 65))
+DECOUPLED_CPU_START = 8
+
+
+def decoupled(iteration: int, start_ns: int, with_batch: bool = True) -> IterationTrace:
+    """100 ns long."""
+    steps = [step for step in DECOUPLED_STEPS if with_batch or step[2] != 0]
+    batches = (TracedSubBatch(0, 0, 4, 0, 0), TracedSubBatch(COHORT, 0, 0, 2, 90))
+    return IterationTrace(
+        1,
+        iteration,
+        Mode.DECOUPLED,
+        start_ns,
+        100,
+        batches if with_batch else batches[1:],
+        columns(steps, 0, 1),
+        columns(DECOUPLED_CPU_STEPS, DECOUPLED_CPU_START, 1),
     )
 
 

@@ -171,6 +171,7 @@ def test_an_iteration_from_begin_to_finish(segment: Segment) -> None:
     plane.begin(6, [batch], 4)
     descriptor = decode_descriptor(socket.recv())
     assert (descriptor.epoch, descriptor.iteration, descriptor.host_blocks_used) == (EPOCH, 6, 4)
+    assert descriptor.layers == range(3)
     assert descriptor.sub_batches[0].first_submit == 1
     # A report of an iteration that was given up comes first, and is not taken for this one's.
     socket.send(encode_report(WorkReport(EPOCH, Report(5, 1, 1))))

@@ -19,12 +19,14 @@ from svc_common.tensor_plane.messages import (
 def two_sub_batches() -> Descriptor:
     first = CpuSubBatch(0, np.array([5, 17], np.int32), np.array([[3, -1], [7, 2]], np.int32))
     second = CpuSubBatch(1, np.array([1], np.int32), np.array([[0, 0, 9]], np.int32))
-    return Descriptor(2**40 + 1, 77, 12, (SubmittedSubBatch(first, 2**32 - 1), SubmittedSubBatch(second, 0)))
+    submitted = (SubmittedSubBatch(first, 2**32 - 1), SubmittedSubBatch(second, 0))
+    return Descriptor(2**40 + 1, 77, 12, submitted, range(3, 8))
 
 
 def test_descriptor_keeps_its_values() -> None:
     decoded = decode_descriptor(encode_descriptor(two_sub_batches()))
     assert (decoded.epoch, decoded.iteration, decoded.host_blocks_used) == (2**40 + 1, 77, 12)
+    assert decoded.layers == range(3, 8)
     assert [(s.batch.slot, s.first_submit) for s in decoded.sub_batches] == [(0, 2**32 - 1), (1, 0)]
     assert decoded.sub_batches[0].batch.context_tokens.tolist() == [5, 17]
     assert decoded.sub_batches[0].batch.block_tables.tolist() == [[3, -1], [7, 2]]
@@ -33,8 +35,9 @@ def test_descriptor_keeps_its_values() -> None:
 
 def test_descriptor_is_little_endian_and_fixed() -> None:
     batch = CpuSubBatch(1, np.array([300], np.int32), np.array([[4]], np.int32))
-    message = encode_descriptor(Descriptor(2, 3, 4, (SubmittedSubBatch(batch, 5),)))
-    assert message == struct.pack("<4sHHQQiIiIIIii", b"NFID", 2, 1, 2, 3, 4, 0, 1, 5, 1, 1, 300, 4)
+    message = encode_descriptor(Descriptor(2, 3, 4, (SubmittedSubBatch(batch, 5),), range(6, 13), trace=True))
+    expected = (b"NFID", 3, 1, 2, 3, 4, 6, 7, 1, 1, 5, 1, 1, 300, 4)
+    assert message == struct.pack("<4sHHQQiiiIiIIIii", *expected)
 
 
 def test_descriptor_without_work() -> None:
@@ -72,7 +75,7 @@ def test_other_kinds_and_versions_are_refused() -> None:
     message = encode_descriptor(two_sub_batches())
     with pytest.raises(PlaneError, match="not a descriptor"):
         decode_descriptor(b"XXXX" + message[4:])
-    with pytest.raises(PlaneError, match="descriptor version 9, this side has 2"):
+    with pytest.raises(PlaneError, match="descriptor version 9, this side has 3"):
         decode_descriptor(message[:4] + struct.pack("<H", 9) + message[6:])
     with pytest.raises(PlaneError, match="not a report"):
         decode_report(message)
