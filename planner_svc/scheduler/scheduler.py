@@ -8,8 +8,10 @@ from planner_svc.estimator import Calibration, Estimator
 from planner_svc.scheduler.admission import AdmissionError, AdmissionReason, check
 from planner_svc.scheduler.assembly import Assembly
 from planner_svc.scheduler.batch import Batch
+from planner_svc.scheduler.costs import Costs
 from planner_svc.scheduler.decision import decide
 from planner_svc.scheduler.events import Applied, Counters, Tally, TokenEvent
+from planner_svc.scheduler.forecast import Forecast, came_late
 from planner_svc.scheduler.limits import Capacity, ModePolicy
 from planner_svc.scheduler.pace import Mix
 from planner_svc.scheduler.placement import Placement
@@ -66,7 +68,9 @@ class Scheduler:
         self._in_flight: deque[_InFlight] = deque()
         self._queue = WaitingQueue()
         self._residency = Residency(capacity)
-        self._placement = Placement(capacity, self._policy, self._residency, self._queue, self._tally)
+        costs = Costs(capacity, estimator, self._calibration)
+        self._placement = Placement(capacity, self._policy, self._residency, self._queue, self._tally, costs)
+        self._forecast = Forecast(capacity, estimator, self._calibration, self._residency, self._queue)
         self._nothing_to_plan = False
         """The last attempt found nothing, and nothing has changed since."""
         self._running_since_s = 0.0
@@ -90,6 +94,8 @@ class Scheduler:
         check(request, self._capacity, self._policy)
         if len(self._queue) >= self._max_waiting:
             raise AdmissionError(AdmissionReason.QUEUE_FULL, "requests", self._max_waiting)
+        self._forecast.check(request, self._start_s(now), now)
+        self._forecast.inflow.wait(now)
         sequence = Sequence(self._next_id, request)
         self._next_id += 1
         arrive(sequence, now)
@@ -130,7 +136,7 @@ class Scheduler:
             return None
         self._gone.clear()
         placement, residency = self._placement, self._residency
-        self._queue.set_aside_late(now)
+        self._queue.refresh(now)
         placement.retire_spent()
         placement.swap_in()
         start_s = self._start_s(now)
@@ -142,7 +148,7 @@ class Scheduler:
         for sequence in (*work.cpu_decodes[decision.shape.num_cpu_decodes :], *held_back):
             sequence.num_passed_over += 1
         predicted_s = uncalibrated_s * self._calibration.factor(batch.mode)
-        expected = self._reserve(batch, start_s + predicted_s)
+        expected = self._reserve(batch, now, start_s + predicted_s)
         self._nothing_to_plan = not (batch.has_work or residency.changes)
         if self._nothing_to_plan:
             return None
@@ -177,24 +183,26 @@ class Scheduler:
             predicted_s=predicted_s,
         )
 
-    def _reserve(self, batch: Batch, end_s: float) -> tuple[int, ...]:
+    def _reserve(self, batch: Batch, now: float, end_s: float) -> tuple[int, ...]:
         """Counts the batch's work as done and gives it its blocks. Returns the sequences that get a token."""
         residency = self._residency
         residency.redeem_promises()
-        prefilled = recomputed = 0
+        prefilled = recomputed = admitted = 0
         for sequence in (*batch.cpu_decodes[0], *batch.cpu_decodes[1]):
             if residency.lacks_block(sequence):
                 residency.grow(sequence)
         for chunk in (*batch.chunks[0], *batch.chunks[1]):
             sequence = chunk.sequence
             if chunk.is_admission:
+                admitted += chunk.total_tokens
                 self._queue.remove(sequence)
                 residency.admit(sequence, chunk.tier)
             end = chunk.start + chunk.num_tokens
             num_again = max(0, min(end, sequence.num_once_computed_tokens) - chunk.start)
             recomputed += num_again
             prefilled += chunk.num_tokens - num_again
-            sequence.advance_to(end)
+            self._queue.shares.charge(sequence.request.service_class, chunk.num_tokens - num_again)
+            residency.prefill(sequence, end)
         for sequence in batch.decodes():
             sequence.num_computed_tokens = num_computed = sequence.num_computed_tokens + 1
             if num_computed > sequence.num_once_computed_tokens:
@@ -207,6 +215,9 @@ class Scheduler:
                 schedule_token(sequence, end_s)
             if sequence.num_unscheduled == 0:
                 self._placement.note_spent(sequence)
+        self._forecast.inflow.let_in(admitted, now, is_empty=not len(self._queue))
+        if not self._queue.shares.is_single:
+            self._queue.shares.charge_tokens(with_output)
         if prefilled or recomputed:
             self._tally.add(prefilled_tokens=prefilled, recomputed_tokens=recomputed)
         return tuple(sequence.sequence_id for sequence in with_output)
@@ -245,8 +256,11 @@ class Scheduler:
 
     def _take_token(self, sequence: Sequence, token_id: int, result: IterationResult, now: float) -> TokenEvent:
         sequence.num_in_flight -= 1
+        learns = sequence.request.service_class.refuses_late and sequence.request.targets is not None
         if not sequence.outputs:
             take_first_token(sequence, now)
+            if learns:
+                self._forecast.learn(sequence.is_late)
         sequence.outputs.append(token_id)
         finish: Literal["end_token", "length"] | None = None
         if token_id in sequence.request.end_token_ids:
@@ -254,6 +268,8 @@ class Scheduler:
         elif len(sequence.outputs) == sequence.request.max_new_tokens:
             finish = "length"
         if finish:
+            if learns and not sequence.is_late and came_late(sequence, now):
+                self._forecast.learn(is_late=True)
             self.finish(sequence.sequence_id)
         return TokenEvent(sequence.sequence_id, token_id, result.logprobs.get(sequence.sequence_id), finish)
 
