@@ -3,7 +3,7 @@
     first token = tokens ahead / rate of prefill  +  tokens ahead beyond the free room / rate at which room comes free
 
 The first rate is the estimator's; the second is measured: prompt tokens that were let in, per second in which any
-waited. What the model leaves out, a factor learns from outcomes: it rises with each request that was let in and came too
+waited. What this leaves out, a factor learns from outcomes: it rises with each request that was let in and came too
 late, and falls with each that came in time, so that about one of `_IN_TIME_PER_LATE` is late.
 """
 

@@ -315,6 +315,10 @@ class Scheduler:
         """Accepted and without blocks: not yet started, or preempted."""
         return len(self._queue)
 
+    def num_waiting_of(self, class_name: str) -> int:
+        """Those of one class."""
+        return self._queue.num_of(class_name)
+
     @property
     def num_running(self) -> int:
         """Started, and not waiting to be recomputed."""

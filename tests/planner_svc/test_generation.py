@@ -48,6 +48,7 @@ async def test_what_a_slow_reader_missed_comes_in_one_delta() -> None:
         time_to_first_token_ns=100,
         duration_ns=500,
         recomputations=2,
+        targets_met=None,
     )
 
 

@@ -8,6 +8,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from neoflex.v1 import inference_pb2 as pb
 from planner_svc import requests
+from planner_svc.classes import ONE_CLASS
 from planner_svc.requests import ChatPrompt, Limits, TextPrompt, TokenPrompt
 from svc_common.errors import ServiceError
 from svc_common.plan import Sampling
@@ -21,7 +22,7 @@ def sound() -> pb.GenerateRequest:
 
 def violations(message: pb.GenerateRequest) -> list[tuple[str, str]]:
     with pytest.raises(ServiceError) as caught:
-        requests.parse_generation(message, LIMITS)
+        requests.parse_generation(message, LIMITS, ONE_CLASS)
     assert caught.value.code.name == "INVALID_ARGUMENT"
     return [(violation.field, violation.description) for violation in caught.value.violations]
 
@@ -145,12 +146,12 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
 
 
 def test_defaults() -> None:
-    prompt, options = requests.parse_generation(sound(), LIMITS)
+    prompt, options = requests.parse_generation(sound(), LIMITS, ONE_CLASS)
     assert prompt == TextPrompt("hello")
     seed = options.sampling.seed
     assert options.sampling == Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=seed, num_logprobs=-1)
     assert (options.max_tokens, options.stops, options.ignore_eos, options.time_limit_s) == (None, (), False, None)
-    _, other = requests.parse_generation(sound(), LIMITS)
+    _, other = requests.parse_generation(sound(), LIMITS, ONE_CLASS)
     assert other.sampling.seed != seed
     assert len(options.request_id) == 32
     assert other.request_id != options.request_id
@@ -162,7 +163,7 @@ def test_a_present_zero_is_no_default() -> None:
     message.sampling.seed = 0
     message.output.logprobs = 0
     message.stopping.time_limit.nanos = 250_000_000
-    prompt, options = requests.parse_generation(message, LIMITS)
+    prompt, options = requests.parse_generation(message, LIMITS, ONE_CLASS)
     assert prompt == TokenPrompt((0, 99))
     assert options.sampling == Sampling(temperature=0.0, seed=0, num_logprobs=0)
     assert (options.request_id, options.time_limit_s) == ("mine", 0.25)
@@ -178,7 +179,7 @@ def test_the_edges_are_inside() -> None:
     message.output.logprobs = 20
     message.stopping.stop.extend(["x" * 256] * 16)
     message.stopping.stop_token_ids.extend([99] * 64)
-    _, options = requests.parse_generation(message, LIMITS)
+    _, options = requests.parse_generation(message, LIMITS, ONE_CLASS)
     assert (options.sampling.seed, options.sampling.num_logprobs) == (2**64 - 1, 20)
     assert options.stop_token_ids == {99}
 
@@ -186,12 +187,12 @@ def test_the_edges_are_inside() -> None:
 def test_a_vanishing_temperature_is_greedy() -> None:
     message = sound()
     message.sampling.temperature = 1e-30
-    assert requests.parse_generation(message, LIMITS)[1].sampling.temperature == 0.0
+    assert requests.parse_generation(message, LIMITS, ONE_CLASS)[1].sampling.temperature == 0.0
 
 
 def test_chat() -> None:
     message = pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="anyone", content="")]))
-    assert requests.parse_generation(message, LIMITS)[0] == ChatPrompt((("anyone", ""),))
+    assert requests.parse_generation(message, LIMITS, ONE_CLASS)[0] == ChatPrompt((("anyone", ""),))
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from planner_svc.estimator import EMPTY_LOAD, Calibration, SubBatchLoad
 from planner_svc.scheduler import Scheduler, SequenceRequest, Targets
 from planner_svc.scheduler.batch import Chunk
 from planner_svc.scheduler.candidates import Shape, Work
-from planner_svc.scheduler.pace import Pace
 from planner_svc.scheduler.order import in_order
+from planner_svc.scheduler.pace import Pace
 from planner_svc.scheduler.sequence import Sequence, State
 from planner_svc.scheduler.shares import Shares
 from planner_svc.scheduler.urgency import AGED_TTFTS, arrive, is_aged, schedule_token, take_first_token
