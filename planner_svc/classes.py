@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from planner_svc.scheduler import DEFAULT_CLASS, ServiceClass, Targets
+from planner_svc.scheduler import ServiceClass, Targets
 from svc_common.config import ClassConfig, PlannerConfig
 
 
@@ -19,10 +19,6 @@ class ServiceClasses:
     def names(self) -> str:
         """For people."""
         return ", ".join(sorted(self.by_name))
-
-
-ONE_CLASS = ServiceClasses(MappingProxyType({DEFAULT_CLASS.name: DEFAULT_CLASS}), DEFAULT_CLASS)
-"""Where nothing is configured."""
 
 
 def service_classes(config: PlannerConfig) -> ServiceClasses:

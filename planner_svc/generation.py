@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from enum import Enum
 
-from planner_svc.scheduler import DEFAULT_CLASS, ServiceClass, Targets
+from planner_svc.scheduler import ServiceClass, Targets
 from planner_svc.text import AnswerText
 from svc_common.errors import ServiceError
 from svc_common.model.tokenizer import Tokenizer
@@ -27,8 +27,8 @@ class GenerationRequest:
     """From arrival."""
     arrival_ns: int
     """time.monotonic_ns() when the call came in."""
-    service_class: ServiceClass = DEFAULT_CLASS
-    targets: Targets | None = None
+    service_class: ServiceClass
+    targets: Targets | None
 
 
 class EndReason(Enum):
