@@ -94,10 +94,9 @@ class Residency:
             )
         )
 
-    def prefill(self, sequence: Sequence, end: int) -> None:
-        """Its prompt is scheduled up to here."""
-        self.num_tokens_to_prefill -= end - sequence.num_computed_tokens
-        sequence.advance_to(end)
+    def note_prefilled(self, num_tokens: int) -> None:
+        """So many more tokens of prompts are scheduled."""
+        self.num_tokens_to_prefill -= num_tokens
 
     def promise_host_block(self) -> None:
         """Keeps a host block for a sequence that lacks one and may yet be passed over in this plan."""

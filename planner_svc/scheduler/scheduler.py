@@ -148,7 +148,8 @@ class Scheduler:
         for sequence in (*work.cpu_decodes[decision.shape.num_cpu_decodes :], *held_back):
             sequence.num_passed_over += 1
         predicted_s = uncalibrated_s * self._calibration.factor(batch.mode)
-        expected = self._reserve(batch, now, start_s + predicted_s)
+        expected = self._reserve(batch, start_s + predicted_s)
+        self._account(batch, now)
         self._nothing_to_plan = not (batch.has_work or residency.changes)
         if self._nothing_to_plan:
             return None
@@ -159,6 +160,14 @@ class Scheduler:
             _InFlight(self._iteration, batch.mode, batch.has_work, uncalibrated_s, expected, predicted_s)
         )
         return self._make_plan(batch, predicted_s)
+
+    def _account(self, batch: Batch, now: float) -> None:
+        """What the plan gives to whom, for those who share it out and who foretell."""
+        self._residency.note_prefilled(sum(chunk.num_tokens for chunk in (*batch.chunks[0], *batch.chunks[1])))
+        admitted = self._residency.changes.new_sequences
+        self._forecast.inflow.let_in(sum(len(new.token_ids) for new in admitted), now, is_empty=not len(self._queue))
+        if not self._queue.shares.is_single:
+            self._queue.shares.charge(batch)
 
     def _start_s(self, now: float) -> float:
         """When the next plan will begin to run: after those in flight."""
@@ -183,26 +192,24 @@ class Scheduler:
             predicted_s=predicted_s,
         )
 
-    def _reserve(self, batch: Batch, now: float, end_s: float) -> tuple[int, ...]:
+    def _reserve(self, batch: Batch, end_s: float) -> tuple[int, ...]:
         """Counts the batch's work as done and gives it its blocks. Returns the sequences that get a token."""
         residency = self._residency
         residency.redeem_promises()
-        prefilled = recomputed = admitted = 0
+        prefilled = recomputed = 0
         for sequence in (*batch.cpu_decodes[0], *batch.cpu_decodes[1]):
             if residency.lacks_block(sequence):
                 residency.grow(sequence)
         for chunk in (*batch.chunks[0], *batch.chunks[1]):
             sequence = chunk.sequence
             if chunk.is_admission:
-                admitted += chunk.total_tokens
                 self._queue.remove(sequence)
                 residency.admit(sequence, chunk.tier)
             end = chunk.start + chunk.num_tokens
             num_again = max(0, min(end, sequence.num_once_computed_tokens) - chunk.start)
             recomputed += num_again
             prefilled += chunk.num_tokens - num_again
-            self._queue.shares.charge(sequence.request.service_class, chunk.num_tokens - num_again)
-            residency.prefill(sequence, end)
+            sequence.advance_to(end)
         for sequence in batch.decodes():
             sequence.num_computed_tokens = num_computed = sequence.num_computed_tokens + 1
             if num_computed > sequence.num_once_computed_tokens:
@@ -215,9 +222,6 @@ class Scheduler:
                 schedule_token(sequence, end_s)
             if sequence.num_unscheduled == 0:
                 self._placement.note_spent(sequence)
-        self._forecast.inflow.let_in(admitted, now, is_empty=not len(self._queue))
-        if not self._queue.shares.is_single:
-            self._queue.shares.charge_tokens(with_output)
         if prefilled or recomputed:
             self._tally.add(prefilled_tokens=prefilled, recomputed_tokens=recomputed)
         return tuple(sequence.sequence_id for sequence in with_output)

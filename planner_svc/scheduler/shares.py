@@ -9,6 +9,7 @@ Serving Large Language Models", OSDI 2024).
 from collections import defaultdict
 from collections.abc import Iterable, Set
 
+from planner_svc.scheduler.batch import Batch
 from planner_svc.scheduler.sequence import Sequence, ServiceClass
 
 
@@ -37,15 +38,15 @@ class Shares:
             self._counters[name] = max(self._counters[name], lowest)
         self._competing = frozenset(names)
 
-    def charge(self, service_class: ServiceClass, num_tokens: int) -> None:
-        """So many of its tokens are scheduled."""
-        self._counters[service_class.name] += num_tokens / service_class.share
+    def charge(self, batch: Batch) -> None:
+        """A plan computes these tokens of prompts, and one of an answer for each sequence that gets one."""
+        for chunk in (*batch.chunks[0], *batch.chunks[1]):
+            self._charge(chunk.sequence.request.service_class, chunk.num_tokens)
+        for sequence in batch.sequences_with_output():
+            self._charge(sequence.request.service_class, 1)
 
-    def charge_tokens(self, sequences: Iterable[Sequence]) -> None:
-        """One token of each is scheduled."""
-        for sequence in sequences:
-            service_class = sequence.request.service_class
-            self._counters[service_class.name] += 1 / service_class.share
+    def _charge(self, service_class: ServiceClass, num_tokens: int) -> None:
+        self._counters[service_class.name] += num_tokens / service_class.share
 
     def turns(self, prompts: Iterable[tuple[Sequence, int]]) -> dict[int, float]:
         """What each prompt's class will have had when its turn comes, by sequence id.

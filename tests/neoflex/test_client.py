@@ -127,9 +127,7 @@ def test_an_answer_says_whether_it_was_in_time(client: Client) -> None:
 def test_a_misspelt_option_is_named(client: Client) -> None:
     options = {"max_token": 3, "temprature": 0, "top_k": 1}
     for call in (client.generate, client.stream):
-        with pytest.raises(
-            TypeError, match=r"^unknown option: max_token, temprature; there are: .*ttft_s$"
-        ):
+        with pytest.raises(TypeError, match=r"^unknown option: max_token, temprature; there are: .*ttft_s$"):
             call("hello", **options)  # type: ignore[arg-type]
 
 
