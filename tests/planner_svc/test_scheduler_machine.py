@@ -17,6 +17,7 @@ from planner_svc.scheduler import (
     ServiceClass,
     Targets,
 )
+from planner_svc.scheduler.sequence import State
 from svc_common.plan import IterationPlan, IterationResult, Sampling, Tier
 
 CAPACITIES = st.builds(
@@ -98,7 +99,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def plan(self):
         self.now += 0.01
         had_work = self.scheduler.has_work()
+        oldest = next((item for item in self.scheduler._residency.sequences if item.num_unscheduled), None)
         plan = self.scheduler.plan(self.now)
+        # Room is made by later arrivals only: whoever is oldest keeps what it has.
+        assert oldest is None or oldest.state is not State.WAITING
         if plan is None:
             assert not self.scheduler.has_work()
             # Work never waits with nothing running.

@@ -171,6 +171,32 @@ def test_a_lower_priority_gets_nothing_before_its_time_and_no_more_than_its_shar
     assert 30 <= after["low"] <= after["high"]
 
 
+@pytest.mark.parametrize("host_blocks", [0, 16])
+@pytest.mark.parametrize("policy", ["auto", "gpu_only"])
+def test_nothing_starves_whatever_arrives_with_a_higher_priority(policy, host_blocks):
+    """The low one, which alone fills most of the GPU, is let in after 20 times its target, and then never for long
+    without a token though new ones of the high class come all the time."""
+    loop = Loop(make_capacity(12, host_blocks, max_batch_tokens=32), policy)
+    high, low = ServiceClass("high", priority=1), ServiceClass("low", Targets(0.05, 1.0))
+    scheduler, now, last_token_at = loop.scheduler, 0.0, None
+    number = scheduler.add(SequenceRequest((1,) * 30, 10, Sampling(), frozenset(), low.targets, low), now)
+    for iteration in range(600):
+        while scheduler.num_waiting_of("high") < 6:
+            scheduler.add(SequenceRequest((1,) * 6, 6, Sampling(), frozenset(), None, high), now)
+        plan = scheduler.plan(now)
+        now += 0.01
+        assert plan is not None
+        events = scheduler.apply(loop.executor.run(plan), now).tokens
+        for event in events:
+            if event.sequence_id == number:
+                assert last_token_at is None or iteration - last_token_at <= 100
+                last_token_at = iteration
+                if event.finish:
+                    assert iteration >= 100  # its 20 targets
+                    return
+    raise AssertionError("the low one starves")
+
+
 def test_one_class_costs_nothing_and_changes_nothing():
     request = SequenceRequest((1,) * 6, 4, Sampling(), frozenset())
     scheduler = Scheduler(make_capacity(12, 0), make_estimator(), "auto", 10)
