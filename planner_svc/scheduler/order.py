@@ -1,6 +1,7 @@
 """In what order prompts come to be computed: by priority, then by their classes' shares, then by when they are due."""
 
 from collections.abc import Sequence as Items
+from collections.abc import Set
 from heapq import heappop, heappush
 
 from planner_svc.scheduler.sequence import Sequence, State
@@ -28,38 +29,42 @@ def in_order(prompts: Items[Sequence], start_s: float, prefill_tokens_per_s: flo
     bound by its class's share. Of the prompts up to the first that would be late, the longest of the lowest priority is
     put off: that leaves the fewest late ones (Moore and Hodgson's rule for one machine).
     """
-    levels = _levels(prompts, start_s)
-    ordered = _by_turn(prompts, start_s, levels, shares)
+    aged = {item.sequence_id for item in prompts if is_aged_prompt(item, start_s)}
+    ordered = sorted(prompts, key=lambda item: (item.sequence_id not in aged, item.due_s, item.sequence_id))
+    if shares.is_single:
+        put_off = _put_off(ordered, aged, start_s, prefill_tokens_per_s)
+        return sorted(ordered, key=lambda item: item.sequence_id in put_off)
+    highest = max((_priority(item) for item in prompts), default=0)
+    turns = shares.turns((item, num_left(item)) for item in ordered)
+
+    def level(sequence: Sequence) -> int:
+        return highest if sequence.sequence_id in aged else _priority(sequence)
+
+    ordered.sort(key=lambda item: (-level(item), turns[item.sequence_id]))
+    put_off = _put_off(ordered, aged, start_s, prefill_tokens_per_s)
+    return sorted(ordered, key=lambda item: (-level(item), item.sequence_id in put_off))
+
+
+def _put_off(ordered: Items[Sequence], aged: Set[int], start_s: float, prefill_tokens_per_s: float) -> set[int]:
+    """Those that can't be in time, or that would make others late."""
     kept: list[tuple[int, int, int]] = []
     put_off: set[int] = set()
     finish_s = start_s
     for sequence in ordered:
-        if not bounds(sequence) or is_aged_prompt(sequence, start_s):
+        if not bounds(sequence) or sequence.sequence_id in aged:
             continue
         num_tokens = num_left(sequence)
         if start_s + num_tokens / prefill_tokens_per_s > sequence.due_s:
             put_off.add(sequence.sequence_id)
             continue
-        heappush(kept, (levels[sequence.sequence_id], -num_tokens, sequence.sequence_id))
+        heappush(kept, (_priority(sequence), -num_tokens, sequence.sequence_id))
         finish_s += num_tokens / prefill_tokens_per_s
         if finish_s > sequence.due_s:
             _, longest, sequence_id = heappop(kept)
             finish_s += longest / prefill_tokens_per_s
             put_off.add(sequence_id)
-    return sorted(ordered, key=lambda item: (-levels[item.sequence_id], item.sequence_id in put_off))
+    return put_off
 
 
-def _levels(prompts: Items[Sequence], start_s: float) -> dict[int, int]:
-    highest = max((item.request.service_class.priority for item in prompts), default=0)
-    return {
-        item.sequence_id: highest if is_aged_prompt(item, start_s) else item.request.service_class.priority
-        for item in prompts
-    }
-
-
-def _by_turn(prompts: Items[Sequence], start_s: float, levels: dict[int, int], shares: Shares) -> list[Sequence]:
-    ordered = sorted(prompts, key=lambda item: (not is_aged_prompt(item, start_s), item.due_s, item.sequence_id))
-    if shares.is_single:
-        return ordered
-    turns = shares.turns((item, num_left(item)) for item in ordered)
-    return sorted(ordered, key=lambda item: (-levels[item.sequence_id], turns[item.sequence_id]))
+def _priority(sequence: Sequence) -> int:
+    return sequence.request.service_class.priority
