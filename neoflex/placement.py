@@ -5,6 +5,7 @@ import json
 import os
 import socket
 from pathlib import Path
+from types import NoneType
 
 from svc_common.config import MAX_PORT, Config
 
@@ -61,11 +62,15 @@ def _advice(error: OSError) -> str:
 
 def to_toml(config: Config) -> str:
     """The whole configuration, defaults included, as `svc_common.config.load` reads it."""
-    sections = []
-    for section, values in config.model_dump().items():
-        lines = [f"{key} = {_toml_value(value)}" for key, value in values.items() if value is not None]
-        sections.append("\n".join([f"[{section}]", *lines]))
-    return "\n\n".join(sections) + "\n"
+    return "\n\n".join(_tables("", config.model_dump())) + "\n"
+
+
+def _tables(path: str, values: dict[str, object]) -> list[str]:
+    """A table and those inside it; names are of characters that need no quotes."""
+    lines = [f"{key} = {_toml_value(value)}" for key, value in values.items() if not isinstance(value, dict | NoneType)]
+    inner = [(f"{path}.{key}" if path else key, value) for key, value in values.items() if isinstance(value, dict)]
+    own = ["\n".join([f"[{path}]", *lines])] if path and (lines or not inner) else []
+    return own + [table for inner_path, value in inner for table in _tables(inner_path, value)]
 
 
 def _toml_value(value: object) -> str:

@@ -48,6 +48,12 @@ class GenerateOptions(TypedDict, total=False):
     """Ends the request with the text so far; `timeout` ends it with an error."""
     logprobs: int
     """0 for the chosen token only, n for the n likeliest too."""
+    service_class: str
+    """One of the server's (`ServerInfo.service_classes`)."""
+    ttft_s: float
+    """Target of the time to the first token; the class's where absent."""
+    tpot_s: float
+    """Target of the mean time from each token to the next; the class's where absent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +85,8 @@ class Usage:
     time_to_first_token_s: float
     duration_s: float
     recomputations: int
+    targets_met: bool | None = None
+    """Whether its tokens came when they were due; None where nothing was due."""
 
     @property
     def time_per_output_token_s(self) -> float:
@@ -151,6 +159,24 @@ class Counters:
 
 
 @dataclass(frozen=True, slots=True)
+class ServiceClass:
+    """How requests of a class are served, and how that went since the planner started."""
+
+    name: str
+    is_default: bool
+    ttft_s: float | None
+    """Targets of requests that bring none; both None or neither."""
+    tpot_s: float | None
+    priority: int
+    share: float
+    refuses_late: bool
+    """Refuses a request at once that would miss its targets."""
+    requests_in_time: int
+    requests_late: int
+    requests_refused: int
+
+
+@dataclass(frozen=True, slots=True)
 class ServerInfo:
     version: str
     uptime_s: float
@@ -163,6 +189,17 @@ class ServerInfo:
     """0 while no CPU attention service is attached."""
     cpu_attention_threads: int
     counters: Counters
+    service_classes: tuple[ServiceClass, ...] = ()
+    """By name."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClassLoad:
+    """Requests of one service class."""
+
+    name: str
+    waiting_requests: int
+    running_requests: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,3 +211,5 @@ class Load:
     gpu_blocks_total: int
     host_blocks_used: int
     host_blocks_total: int
+    classes: tuple[ClassLoad, ...] = ()
+    """By name."""

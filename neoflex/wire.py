@@ -4,9 +4,11 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message as PbMessage
 
 from neoflex.types import (
+    ClassLoad,
     Completion,
     Counters,
     Delta,
@@ -18,6 +20,7 @@ from neoflex.types import (
     ModelInfo,
     PositionLogprobs,
     ServerInfo,
+    ServiceClass,
     TokenLogprob,
     Usage,
 )
@@ -55,6 +58,8 @@ def generate_request(prompt: str | None, options: GenerateOptions) -> pb.Generat
     _set_if_given(request.stopping, "max_tokens", options.get("max_tokens"))
     _set_stopping(request.stopping, options)
     _set_if_given(request.output, "logprobs", options.get("logprobs"))
+    _set_if_given(request, "service_class", options.get("service_class"))
+    _set_targets(request, options)
     return request
 
 
@@ -74,6 +79,20 @@ def _set_stopping(stopping: pb.StoppingOptions, options: GenerateOptions) -> Non
     stopping.ignore_eos = options.get("ignore_eos", False)
     if (time_limit_s := options.get("time_limit_s")) is not None:
         stopping.time_limit.FromNanoseconds(round(time_limit_s * 1e9))
+
+
+def _set_targets(request: pb.GenerateRequest, options: GenerateOptions) -> None:
+    if (ttft_s := options.get("ttft_s")) is not None:
+        _set_duration(request.targets.ttft, "ttft_s", ttft_s)
+    if (tpot_s := options.get("tpot_s")) is not None:
+        _set_duration(request.targets.tpot, "tpot_s", tpot_s)
+
+
+def _set_duration(duration: Duration, name: str, seconds: float) -> None:
+    try:
+        duration.FromNanoseconds(round(seconds * 1e9))
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"{name}: {seconds} is no duration") from error
 
 
 def chat(messages: Sequence[Message | Mapping[str, str]]) -> pb.Chat:
@@ -120,6 +139,7 @@ def usage(message: pb.Usage) -> Usage:
         time_to_first_token_s=message.time_to_first_token_ns / 1e9,
         duration_s=message.duration_ns / 1e9,
         recomputations=message.recomputations,
+        targets_met=message.targets_met if message.HasField("targets_met") else None,
     )
 
 
@@ -158,8 +178,27 @@ def server_info(response: pb.GetServerInfoResponse) -> ServerInfo:
         host_blocks=response.host_blocks,
         cpu_attention_threads=response.cpu_attention_threads,
         counters=Counters(**{item.name: getattr(response.counters, item.name) for item in fields(Counters)}),
+        service_classes=tuple(_service_class(item) for item in response.service_classes),
+    )
+
+
+def _service_class(message: pb.ServiceClass) -> ServiceClass:
+    targets = message.targets if message.HasField("targets") else None
+    return ServiceClass(
+        name=message.name,
+        is_default=message.is_default,
+        ttft_s=targets.ttft.ToNanoseconds() / 1e9 if targets else None,
+        tpot_s=targets.tpot.ToNanoseconds() / 1e9 if targets else None,
+        priority=message.priority,
+        share=message.share,
+        refuses_late=message.refuses_late,
+        requests_in_time=message.requests_in_time,
+        requests_late=message.requests_late,
+        requests_refused=message.requests_refused,
     )
 
 
 def load(response: pb.GetLoadResponse) -> Load:
-    return Load(**{item.name: getattr(response, item.name) for item in fields(Load)})
+    values = {item.name: getattr(response, item.name) for item in fields(Load)}
+    classes = tuple(ClassLoad(item.name, item.waiting_requests, item.running_requests) for item in response.classes)
+    return Load(**values | {"classes": classes})

@@ -34,6 +34,27 @@ class Counters:
         self.cpu_attention_ns += result.timings.cpu_attention_ns
 
 
+@dataclass(slots=True)
+class ClassCounters:
+    """Requests of one service class since the planner started."""
+
+    in_time: int = 0
+    """Finished with their targets met."""
+    late: int = 0
+    """Finished with a target missed."""
+    refused: int = 0
+    """Because they would have been late."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClassLoad:
+    """Requests of one service class at one moment."""
+
+    name: str
+    num_waiting: int
+    num_running: int
+
+
 @dataclass(frozen=True, slots=True)
 class Load:
     """The load at one moment."""
@@ -45,6 +66,8 @@ class Load:
     gpu_blocks: int = 0
     host_blocks_used: int = 0
     host_blocks: int = 0
+    classes: tuple[ClassLoad, ...] = ()
+    """By name."""
 
 
 class FinishRate:
@@ -62,4 +85,9 @@ class FinishRate:
         if not self._ends_s:
             return 1.0
         per_end_s = (now_s - self._ends_s[0]) / len(self._ends_s)
-        return min(max(per_end_s, _MIN_RETRY_S), _MAX_RETRY_S)
+        return bounded_retry_s(per_end_s)
+
+
+def bounded_retry_s(seconds: float) -> float:
+    """No caller is told to come back at once, or to stay away for long on a guess."""
+    return min(max(seconds, _MIN_RETRY_S), _MAX_RETRY_S)

@@ -7,13 +7,16 @@ import asyncio
 import time
 from collections.abc import Iterable
 
-from planner_svc.counters import Counters, FinishRate, Load
+from planner_svc import refusals
+from planner_svc.classes import ServiceClasses
+from planner_svc.counters import ClassCounters, ClassLoad, Counters, FinishRate, Load
 from planner_svc.estimator import Estimator
 from planner_svc.generation import EndReason, Generation, GenerationRequest
 from planner_svc.scheduler import (
     AdmissionError,
     AdmissionReason,
     Capacity,
+    LateError,
     ModePolicy,
     Scheduler,
     SequenceRequest,
@@ -21,7 +24,7 @@ from planner_svc.scheduler import (
 )
 from planner_svc.scheduler import Counters as SchedulerCounters
 from planner_svc.scheduler.admission import largest_tier_tokens
-from svc_common.errors import ServiceError, already_exists, invalid_argument, resource_exhausted, unavailable
+from svc_common.errors import ServiceError, already_exists, unavailable
 from svc_common.model.tokenizer import Tokenizer
 from svc_common.plan import IterationPlan, IterationResult
 
@@ -34,7 +37,9 @@ _RETRY_S = 1.0
 class Engine:
     """Every accepted request ends exactly once: finished, failed, or withdrawn because its caller has gone."""
 
-    def __init__(self, tokenizer: Tokenizer, mode: ModePolicy, max_waiting: int, expects_host: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, mode: ModePolicy, max_waiting: int, expects_host: bool, classes: ServiceClasses
+    ) -> None:
         """`expects_host`: a CPU attention service is configured, so that its absence is a passing state."""
         self._tokenizer = tokenizer
         self._mode = mode
@@ -53,6 +58,9 @@ class Engine:
         self._last_progress_s = 0.0
         self._finish_rate = FinishRate()
         self.counters = Counters()
+        self.class_counters = {name: ClassCounters() for name in sorted(classes.by_name)}
+        self._num_in_hand = dict.fromkeys(self.class_counters, 0)
+        """Requests by class."""
         self.wake = asyncio.Event()
         """Set when there may be something to plan."""
         self.changed = asyncio.Event()
@@ -74,16 +82,27 @@ class Engine:
         if request_id in self._by_request:
             raise already_exists("REQUEST_ID_IN_USE", f"request {request_id!r} is running")
         if self._scheduler.num_waiting >= self._max_waiting:
-            raise self._queue_full(self._max_waiting)
+            raise refusals.queue_full(self._max_waiting, self._place_free_s())
 
     def submit(self, request: GenerationRequest, prompt_field: str) -> Generation:
         """Accepts a request. Raises ServiceError; `prompt_field` is what to name where the prompt is too long."""
         self.check_open(request.request_id)
         assert self._scheduler is not None
-        sequence = SequenceRequest(request.prompt, request.max_tokens, request.sampling, request.end_token_ids)
+        sequence = SequenceRequest(
+            request.prompt,
+            request.max_tokens,
+            request.sampling,
+            request.end_token_ids,
+            request.targets,
+            request.service_class,
+        )
         now_s = time.monotonic()
         try:
-            sequence_id = self._scheduler.add(sequence, now_s)
+            # Its targets count from the call, not from when the prompt was tokenized.
+            sequence_id = self._scheduler.add(sequence, request.arrival_ns * 1e-9)
+        except LateError as error:
+            self.class_counters[request.service_class.name].refused += 1
+            raise refusals.too_late(error, request.service_class.name, self._place_free_s()) from error
         except AdmissionError as error:
             raise self._refusal(error, prompt_field) from error
         generation = Generation(request, sequence_id, self._tokenizer)
@@ -96,6 +115,7 @@ class Engine:
             loop = asyncio.get_running_loop()
             self._timers[sequence_id] = loop.call_later(left_s, self._finish, generation, EndReason.TIME_LIMIT)
         self.counters.accepted_requests += 1
+        self._num_in_hand[request.service_class.name] += 1
         self.wake.set()
         return generation
 
@@ -223,7 +243,12 @@ class Engine:
             gpu_blocks=capacity.gpu_blocks,
             host_blocks_used=scheduler.host_blocks_used,
             host_blocks=capacity.host_blocks,
+            classes=tuple(self._class_load(name, scheduler) for name in self.class_counters),
         )
+
+    def _class_load(self, name: str, scheduler: Scheduler) -> ClassLoad:
+        num_waiting = scheduler.num_waiting_of(name)
+        return ClassLoad(name, num_waiting, self._num_in_hand[name] - num_waiting)
 
     def scheduler_counters(self) -> SchedulerCounters:
         """What the scheduler has counted since the planner started."""
@@ -235,6 +260,10 @@ class Engine:
         recomputations = self._remove(generation)
         if recomputations is not None:
             generation.finish(reason, matched, recomputations, time.monotonic_ns())
+            if generation.finished.targets_met is not None:
+                counters = self.class_counters[generation.request.service_class.name]
+                counters.in_time += generation.finished.targets_met
+                counters.late += not generation.finished.targets_met
 
     def _fail(self, generation: Generation, error: ServiceError) -> None:
         if self._remove(generation) is not None:
@@ -245,6 +274,7 @@ class Engine:
         if self._by_sequence.pop(generation.sequence_id, None) is None:
             return None
         del self._by_request[generation.request.request_id]
+        self._num_in_hand[generation.request.service_class.name] -= 1
         timer = self._timers.pop(generation.sequence_id, None)
         if timer:
             timer.cancel()
@@ -261,20 +291,15 @@ class Engine:
 
     def _refusal(self, error: AdmissionError, prompt_field: str) -> ServiceError:
         if error.reason is AdmissionReason.QUEUE_FULL:
-            return self._queue_full(error.limit)
+            return refusals.queue_full(error.limit, self._place_free_s())
         if error.reason is AdmissionReason.EXCEEDS_KV and self._expects_host and not self._has_host():
             text = "the request needs the KV cache of the CPU attention service, which is not attached now"
             return unavailable("CPU_ATTENTION_LOST", text, _RETRY_S)
-        field = prompt_field if error.field == "prompt" else "request.stopping.max_tokens"
-        what = "context" if error.reason is AdmissionReason.EXCEEDS_CONTEXT else "KV cache"
-        text = f"prompt and answer must be at most {error.limit} tokens together: the {what} holds no more"
-        return invalid_argument(field, text, error.reason.name)
+        return refusals.never_fits(error, prompt_field)
+
+    def _place_free_s(self) -> float:
+        """Until a request is likely to end."""
+        return self._finish_rate.retry_after_s(time.monotonic())
 
     def _has_host(self) -> bool:
         return self._capacity is not None and self._capacity.host_blocks > 0
-
-    def _queue_full(self, limit: int) -> ServiceError:
-        text = f"{limit} requests are waiting already"
-        return resource_exhausted(
-            "QUEUE_FULL", text, "planner.max_waiting_requests", self._finish_rate.retry_after_s(time.monotonic())
-        )

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from enum import Enum
 
+from planner_svc.scheduler import ServiceClass, Targets
 from planner_svc.text import AnswerText
 from svc_common.errors import ServiceError
 from svc_common.model.tokenizer import Tokenizer
@@ -26,6 +27,8 @@ class GenerationRequest:
     """From arrival."""
     arrival_ns: int
     """time.monotonic_ns() when the call came in."""
+    service_class: ServiceClass
+    targets: Targets | None
 
 
 class EndReason(Enum):
@@ -67,6 +70,8 @@ class Finished:
     """0 where there was no token."""
     duration_ns: int
     recomputations: int
+    targets_met: bool | None
+    """None without targets, or where it ended before its first token was due without one."""
 
 
 class Generation:
@@ -81,6 +86,7 @@ class Generation:
         self._positions: list[Position] = []
         self._num_tokens = 0
         self._first_token_ns = 0
+        self._last_token_ns = 0
         self._outcome: Finished | ServiceError | None = None
         self._changed = asyncio.Event()
         self._ended = asyncio.Event()
@@ -92,6 +98,7 @@ class Generation:
         if not self._num_tokens:
             self._first_token_ns = now_ns
         self._num_tokens += 1
+        self._last_token_ns = now_ns
         self._token_ids.append(token_id)
         if logprobs is not None:
             self._positions.append(Position(token_id, logprobs))
@@ -113,8 +120,19 @@ class Generation:
                 time_to_first_token_ns=self._first_token_ns - arrival_ns if self._num_tokens else 0,
                 duration_ns=now_ns - arrival_ns,
                 recomputations=recomputations,
+                targets_met=self._met_targets(now_ns),
             )
         )
+
+    def _met_targets(self, now_ns: int) -> bool | None:
+        targets, arrival_ns = self.request.targets, self.request.arrival_ns
+        if targets is None:
+            return None
+        if not self._num_tokens:
+            return False if now_ns - arrival_ns > targets.ttft_s * 1e9 else None
+        follow_ns = self._last_token_ns - self._first_token_ns
+        in_time = self._first_token_ns - arrival_ns <= targets.ttft_s * 1e9
+        return in_time and follow_ns <= targets.tpot_s * 1e9 * (self._num_tokens - 1)
 
     def fail(self, error: ServiceError) -> None:
         """Ends it with an error, after the deltas so far."""

@@ -1,11 +1,13 @@
 """Turns what the engine says into the messages of inference.proto."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from neoflex.v1 import inference_pb2 as pb
-from planner_svc.counters import Counters, Load
+from planner_svc.classes import ServiceClasses
+from planner_svc.counters import ClassCounters, Counters, Load
 from planner_svc.generation import Delta, EndReason, Finished, Position
 from planner_svc.scheduler import Counters as SchedulerCounters
+from planner_svc.scheduler import Targets
 
 _REASONS = {
     EndReason.END_TOKEN: pb.FINISH_REASON_STOP,
@@ -46,6 +48,7 @@ def usage_message(finished: Finished) -> pb.Usage:
         time_to_first_token_ns=finished.time_to_first_token_ns,
         duration_ns=finished.duration_ns,
         recomputations=finished.recomputations,
+        targets_met=finished.targets_met,
     )
 
 
@@ -80,4 +83,33 @@ def load_message(load: Load) -> pb.GetLoadResponse:
         gpu_blocks_total=load.gpu_blocks,
         host_blocks_used=load.host_blocks_used,
         host_blocks_total=load.host_blocks,
+        classes=[
+            pb.ClassLoad(name=item.name, waiting_requests=item.num_waiting, running_requests=item.num_running)
+            for item in load.classes
+        ],
     )
+
+
+def class_messages(classes: ServiceClasses, counters: Mapping[str, ClassCounters]) -> list[pb.ServiceClass]:
+    """By name."""
+    return [
+        pb.ServiceClass(
+            name=name,
+            is_default=item is classes.default,
+            targets=targets_message(item.targets) if item.targets else None,
+            priority=item.priority,
+            share=item.share,
+            refuses_late=item.refuses_late,
+            requests_in_time=counters[name].in_time,
+            requests_late=counters[name].late,
+            requests_refused=counters[name].refused,
+        )
+        for name, item in sorted(classes.by_name.items())
+    ]
+
+
+def targets_message(targets: Targets) -> pb.Targets:
+    message = pb.Targets()
+    message.ttft.FromNanoseconds(round(targets.ttft_s * 1e9))
+    message.tpot.FromNanoseconds(round(targets.tpot_s * 1e9))
+    return message

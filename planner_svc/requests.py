@@ -3,13 +3,17 @@
 Limits are those that proto/neoflex/v1/inference.proto states. All violations of a request are reported at once.
 """
 
-import math
 import secrets
 import uuid
 from dataclasses import dataclass
 
 from neoflex.v1 import inference_pb2 as pb
-from svc_common.errors import FieldViolation, ServiceError, invalid_argument, invalid_arguments
+from planner_svc.classes import ServiceClasses
+from planner_svc.durations import seconds_of
+from planner_svc.request_class import parse_class
+from planner_svc.scheduler import ServiceClass, Targets
+from planner_svc.violations import Violations
+from svc_common.errors import ServiceError, invalid_argument
 from svc_common.plan import Sampling
 
 MAX_REQUEST_ID_CHARACTERS = 128
@@ -66,26 +70,16 @@ class GenerationOptions:
     stop_token_ids: frozenset[int]
     ignore_eos: bool
     time_limit_s: float | None
+    service_class: ServiceClass
+    targets: Targets | None
+    """The request's own, completed by its class's."""
 
 
-class _Violations:
-    """Collects what is wrong with one request."""
-
-    def __init__(self) -> None:
-        self._found: list[FieldViolation] = []
-
-    def require(self, holds: bool, field: str, description: str) -> None:
-        if not holds:
-            self._found.append(FieldViolation(field, description))
-
-    def raise_any(self) -> None:
-        if self._found:
-            raise invalid_arguments(tuple(self._found))
-
-
-def parse_generation(message: pb.GenerateRequest, limits: Limits) -> tuple[Prompt, GenerationOptions]:
+def parse_generation(
+    message: pb.GenerateRequest, limits: Limits, classes: ServiceClasses
+) -> tuple[Prompt, GenerationOptions]:
     """The prompt, not yet tokenized, and the options. Raises ServiceError."""
-    bad = _Violations()
+    bad = Violations()
     bad.require(
         len(message.request_id) <= MAX_REQUEST_ID_CHARACTERS and message.request_id.isprintable(),
         "request.request_id",
@@ -98,6 +92,7 @@ def parse_generation(message: pb.GenerateRequest, limits: Limits) -> tuple[Promp
         bad.require(
             0 <= logprobs <= MAX_LOGPROBS, "request.output.logprobs", f"must be in [0, {MAX_LOGPROBS}], is {logprobs}"
         )
+    service_class, targets = parse_class(message, classes, bad)
     prompt = _prompt(message, "request.", limits, bad)
     bad.raise_any()
     assert prompt is not None
@@ -109,13 +104,15 @@ def parse_generation(message: pb.GenerateRequest, limits: Limits) -> tuple[Promp
         stops=tuple(stopping.stop),
         stop_token_ids=frozenset(stopping.stop_token_ids),
         ignore_eos=stopping.ignore_eos,
-        time_limit_s=_seconds(stopping) if stopping.HasField("time_limit") else None,
+        time_limit_s=seconds_of(stopping.time_limit) if stopping.HasField("time_limit") else None,
+        service_class=service_class,
+        targets=targets,
     )
 
 
 def parse_tokenize(message: pb.TokenizeRequest, limits: Limits) -> Prompt:
     """What to tokenize. Raises ServiceError."""
-    bad = _Violations()
+    bad = Violations()
     prompt = _prompt(message, "", limits, bad)
     bad.raise_any()
     assert prompt is not None
@@ -124,7 +121,7 @@ def parse_tokenize(message: pb.TokenizeRequest, limits: Limits) -> Prompt:
 
 def parse_detokenize(message: pb.DetokenizeRequest, limits: Limits) -> tuple[int, ...]:
     """Token ids. Raises ServiceError."""
-    bad = _Violations()
+    bad = Violations()
     num_tokens = len(message.token_ids)
     bad.require(
         num_tokens <= MAX_DETOKENIZE_TOKENS,
@@ -199,7 +196,7 @@ def too_long(field: str, num_tokens: int, limit: int) -> ServiceError:
     )
 
 
-def _check_sampling(options: pb.SamplingOptions, bad: _Violations) -> None:
+def _check_sampling(options: pb.SamplingOptions, bad: Violations) -> None:
     """Comparisons with NaN are false, so NaN is refused by each of these."""
     if options.HasField("temperature"):
         value = options.temperature
@@ -226,7 +223,7 @@ def _resolve_sampling(options: pb.SamplingOptions, num_logprobs: int) -> Samplin
     )
 
 
-def _check_stopping(options: pb.StoppingOptions, limits: Limits, bad: _Violations) -> None:
+def _check_stopping(options: pb.StoppingOptions, limits: Limits, bad: Violations) -> None:
     if options.HasField("max_tokens"):
         bad.require(
             options.max_tokens >= 1, "request.stopping.max_tokens", f"must be at least 1, is {options.max_tokens}"
@@ -252,7 +249,7 @@ def _check_stopping(options: pb.StoppingOptions, limits: Limits, bad: _Violation
         tuple(options.stop_token_ids[: MAX_STOP_TOKENS + 1]), "request.stopping.stop_token_ids", limits, bad
     )
     if options.HasField("time_limit"):
-        seconds = _seconds(options)
+        seconds = seconds_of(options.time_limit)
         bad.require(seconds > 0, "request.stopping.time_limit", f"must be greater than 0, is {seconds:g} s")
         bad.require(
             seconds <= _MAX_TIME_LIMIT_S,
@@ -261,12 +258,8 @@ def _check_stopping(options: pb.StoppingOptions, limits: Limits, bad: _Violation
         )
 
 
-def _seconds(options: pb.StoppingOptions) -> float:
-    return math.fsum((options.time_limit.seconds, options.time_limit.nanos * 1e-9))
-
-
 def _prompt(
-    message: pb.GenerateRequest | pb.TokenizeRequest, prefix: str, limits: Limits, bad: _Violations
+    message: pb.GenerateRequest | pb.TokenizeRequest, prefix: str, limits: Limits, bad: Violations
 ) -> Prompt | None:
     """The prompt where it is sound."""
     if isinstance(message, pb.GenerateRequest):
@@ -296,7 +289,7 @@ def _prompt(
     return None
 
 
-def _check_text_bytes(num_bytes: int, field: str, limits: Limits, bad: _Violations) -> None:
+def _check_text_bytes(num_bytes: int, field: str, limits: Limits, bad: Violations) -> None:
     bad.require(
         num_bytes <= limits.max_text_bytes,
         field,
@@ -305,7 +298,7 @@ def _check_text_bytes(num_bytes: int, field: str, limits: Limits, bad: _Violatio
     )
 
 
-def _check_token_ids(token_ids: tuple[int, ...], field: str, limits: Limits, bad: _Violations) -> None:
+def _check_token_ids(token_ids: tuple[int, ...], field: str, limits: Limits, bad: Violations) -> None:
     """Names the first id out of range."""
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < limits.vocab_size):
         index = next(i for i, token_id in enumerate(token_ids) if not 0 <= token_id < limits.vocab_size)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 
 from neoflex.v1 import inference_pb2, inference_pb2_grpc, trace_pb2, trace_pb2_grpc
+from planner_svc.classes import service_classes
 from planner_svc.engine import Engine
 from planner_svc.estimator import Estimator, OperationTables, TableEstimator
 from planner_svc.executor_client import EpochLimits, ExecutorClient, HostClient
@@ -28,7 +29,8 @@ class PlannerServer:
     def __init__(self, config: Config, model: ServedModel) -> None:
         expects_host = config.cpu_attn.kv_bytes > 0
         planner = config.planner
-        self._engine = Engine(model.tokenizer, planner.mode, planner.max_waiting_requests, expects_host)
+        classes = service_classes(planner)
+        self._engine = Engine(model.tokenizer, planner.mode, planner.max_waiting_requests, expects_host, classes)
         self._executor = ExecutorClient(config.gpu.listen)
         self._host = HostClient(config.cpu_attn.listen) if expects_host else None
         limits = EpochLimits(planner.max_running_sequences, planner.max_batch_tokens, model.limits.max_sequence_tokens)
@@ -41,7 +43,7 @@ class PlannerServer:
             self._engine, self._executor, self._host, limits, model.block_tokens, make_estimator, traces
         )
         self._server = GrpcServer(planner.listen, [SERVICE_NAME, _TRACE_SERVICE_NAME])
-        servicer = InferenceServicer(model, self._engine, lambda: self._loop.placement)
+        servicer = InferenceServicer(model, self._engine, classes, lambda: self._loop.placement)
         self._server.register(inference_pb2_grpc.add_InferenceServiceServicer_to_server, servicer)
         self._server.register(trace_pb2_grpc.add_TraceServiceServicer_to_server, TraceServicer(traces))
         self._tasks: list[asyncio.Task[None]] = []

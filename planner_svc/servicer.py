@@ -11,6 +11,7 @@ import grpc
 from neoflex.v1 import inference_pb2 as pb
 from neoflex.v1 import inference_pb2_grpc
 from planner_svc import messages, requests
+from planner_svc.classes import ServiceClasses
 from planner_svc.engine import Engine
 from planner_svc.executor_client import Placement
 from planner_svc.generation import Generation, GenerationRequest
@@ -38,10 +39,17 @@ class ServedModel:
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     """One coroutine per call. A call that ends, however, takes its request out of the engine."""
 
-    def __init__(self, model: ServedModel, engine: Engine, placement: Callable[[], Placement | None]) -> None:
+    def __init__(
+        self,
+        model: ServedModel,
+        engine: Engine,
+        classes: ServiceClasses,
+        placement: Callable[[], Placement | None],
+    ) -> None:
         """`placement` returns that of the current epoch, None before the first."""
         self._model = model
         self._engine = engine
+        self._classes = classes
         self._placement = placement
         self._started_s = time.monotonic()
 
@@ -107,6 +115,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             uptime_s=time.monotonic() - self._started_s,
             block_tokens=self._model.block_tokens,
             counters=messages.counters_message(self._engine.counters, self._engine.scheduler_counters()),
+            service_classes=messages.class_messages(self._classes, self._engine.class_counters),
         )
         if placement := self._placement():
             response.device = placement.device
@@ -123,7 +132,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """Checks, tokenizes and submits a request. Raises ServiceError."""
         arrival_ns = time.monotonic_ns()
         try:
-            prompt, options = requests.parse_generation(message, self._model.limits)
+            prompt, options = requests.parse_generation(message, self._model.limits, self._classes)
             self._engine.check_open(options.request_id)
             tokens = await self._tokens_of(prompt, prefix="request.")
             request = self._resolve(prompt, tokens, options, arrival_ns)
@@ -171,4 +180,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             end_token_ids=end_token_ids,
             time_limit_s=options.time_limit_s,
             arrival_ns=arrival_ns,
+            service_class=options.service_class,
+            targets=options.targets,
         )

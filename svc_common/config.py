@@ -82,6 +82,46 @@ class KvConfig(Section):
     """Type of keys and values; "auto": the compute type."""
 
 
+_MAX_CLASSES = 32
+_CLASS_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+MAX_TARGET_S = 86_400.0
+
+
+class ClassConfig(Section):
+    """A service class: how its requests are served beside others'. [planner.classes.NAME]"""
+
+    ttft_s: Annotated[float, Field(gt=0, le=MAX_TARGET_S)] | None = None
+    """Target of the time from arrival to the first token. Together with `tpot_s` or not at all: a class without targets
+    gets what throughput allows."""
+    tpot_s: Annotated[float, Field(gt=0, le=MAX_TARGET_S)] | None = None
+    """Target of the mean time from each token to the next."""
+    priority: Annotated[int, Field(ge=-100, le=100)] = 0
+    """Among prompts that wait, those of a higher priority go first, and they are preempted last. A prompt that has
+    waited 20 times its `ttft_s` (of 60 s where it has none) goes with the highest priority that waits."""
+    share: Annotated[float, Field(ge=0.001, le=1000)] = 1.0
+    """Among classes of one priority that all have prompts waiting, tokens of prompts and answers are shared out in
+    proportion to this. A class that needs less leaves the rest to the others, and saves up nothing."""
+    on_overload: Literal["queue", "refuse"] = "queue"
+    """A request that by prediction will miss its targets waits behind those that can keep theirs, or is refused at once
+    with RESOURCE_EXHAUSTED and the time after which to try again."""
+
+    @model_validator(mode="after")
+    def _has_both_targets_or_none(self) -> "ClassConfig":
+        if (self.ttft_s is None) != (self.tpot_s is None):
+            missing = "ttft_s" if self.ttft_s is None else "tpot_s"
+            raise ValueError(f"ttft_s and tpot_s go together, {missing} is missing")
+        return self
+
+
+def _checked_classes(classes: dict[str, ClassConfig]) -> dict[str, ClassConfig]:
+    if not 1 <= len(classes) <= _MAX_CLASSES:
+        raise ValueError(f"must be from 1 to {_MAX_CLASSES} classes, are {len(classes)}")
+    for name in classes:
+        if not _CLASS_NAME.fullmatch(name):
+            raise ValueError(f"a name must be of 1 to 64 letters, digits, - and _, is {name!r}")
+    return classes
+
+
 class PlannerConfig(Section):
     """planner_svc: the door, the queues and the scheduler."""
 
@@ -97,6 +137,10 @@ class PlannerConfig(Section):
     """Tokens one iteration computes at most: decodes and prefill chunks together."""
     max_sequence_tokens: Annotated[int, Field(ge=1)] | None = None
     """Tokens of prompt and answer together; default: the model's context length."""
+    classes: Annotated[dict[str, ClassConfig], AfterValidator(_checked_classes)] = {"default": ClassConfig()}
+    """Service classes by name, at most 32. Where the file has none there is one, "default", without targets."""
+    default_class: str = "default"
+    """Class of requests that name none; one of `classes`."""
 
 
 class GpuConfig(Section):
@@ -148,6 +192,14 @@ class Config(Section):
             raise ValueError('planner.mode "asymmetric" needs cpu_attn.kv_bytes greater than 0')
         if self.planner.mode == "gpu_only" and self.gpu.kv_bytes == 0:
             raise ValueError('planner.mode "gpu_only" needs gpu.kv_bytes greater than 0')
+        return self
+
+    @model_validator(mode="after")
+    def _has_its_default_class(self) -> "Config":
+        planner = self.planner
+        if planner.default_class not in planner.classes:
+            names = ", ".join(sorted(planner.classes))
+            raise ValueError(f"planner.default_class must be one of {names}, is {planner.default_class!r}")
         return self
 
 

@@ -37,6 +37,11 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Makes the answer repeatable.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")] = None,
     logprobs: Annotated[int | None, typer.Option(help="Show log-probabilities and the N likeliest tokens.")] = None,
+    service_class: Annotated[
+        str | None, typer.Option("--class", help="Service class; neoflex status lists the server's.")
+    ] = None,
+    ttft: Annotated[float | None, typer.Option(help="Target of the time to the first token, in seconds.")] = None,
+    tpot: Annotated[float | None, typer.Option(help="Target of the time from token to token, in seconds.")] = None,
     timeout: Annotated[
         float | None, typer.Option(help="Seconds for the whole answer.", callback=_check_timeout)
     ] = None,
@@ -60,6 +65,9 @@ def generate(
         "seed": seed,
         "stop": stop,
         "logprobs": logprobs,
+        "service_class": service_class,
+        "ttft_s": ttft,
+        "tpot_s": tpot,
     }
     options.update({name: value for name, value in given.items() if value is not None})  # type: ignore[typeddict-item]
     text = None if chat else prompt

@@ -56,6 +56,8 @@ def describe_usage(usage: Usage) -> str:
         parts.append(f"TPOT {usage.time_per_output_token_s * 1e3:.1f} ms")
     if usage.recomputations:
         parts.append(f"recomputed {usage.recomputations} times")
+    if usage.targets_met is not None:
+        parts.append("in time" if usage.targets_met else "late")
     return " · ".join(parts)
 
 

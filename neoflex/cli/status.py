@@ -28,6 +28,7 @@ def status(
         sys.stdout.write(json.dumps(parts) + "\n")
     else:
         out.print(_table(address, model, server, load))
+        out.print(_classes(server, load))
         explain_device(server.device)
 
 
@@ -53,6 +54,31 @@ def _table(address: str, model: ModelInfo, server: ServerInfo, load: Load) -> Ta
     for name, value in counter_rows(counters):
         table.add_row(name, value)
     return table
+
+
+def _classes(server: ServerInfo, load: Load) -> Table:
+    table = Table("class", title="Service classes", title_justify="left")
+    for column in ("TTFT", "TPOT", "priority", "share", "running", "waiting", "in time", "late", "refused"):
+        table.add_column(column, justify="right")
+    loads = {item.name: item for item in load.classes}
+    for item in server.service_classes:
+        now = loads.get(item.name)
+        table.add_row(
+            f"{item.name}, the default" if item.is_default else item.name,
+            _target(item.ttft_s),
+            _target(item.tpot_s),
+            str(item.priority),
+            f"{item.share:g}",
+            *((f"{now.running_requests:,}", f"{now.waiting_requests:,}") if now else ("0", "0")),
+            f"{item.requests_in_time:,}",
+            f"{item.requests_late:,}",
+            f"{item.requests_refused:,}" if item.refuses_late else "never",
+        )
+    return table
+
+
+def _target(seconds: float | None) -> str:
+    return "none" if seconds is None else f"{seconds:g} s"
 
 
 def _tier(used: int, total: int, block_bytes: int) -> str:

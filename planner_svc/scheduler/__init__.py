@@ -1,20 +1,23 @@
 """Turns requests and results into iteration plans: the only code that decides. No I/O, clock or log."""
 
-from planner_svc.scheduler.admission import AdmissionError, AdmissionReason
+from planner_svc.scheduler.admission import AdmissionError, AdmissionReason, LateError
 from planner_svc.scheduler.events import Applied, Counters, TokenEvent
 from planner_svc.scheduler.limits import Capacity, ModePolicy
 from planner_svc.scheduler.scheduler import Scheduler
-from planner_svc.scheduler.sequence import SequenceRequest, Targets
+from planner_svc.scheduler.sequence import DEFAULT_CLASS, SequenceRequest, ServiceClass, Targets
 
 __all__ = [
+    "DEFAULT_CLASS",
     "AdmissionError",
     "AdmissionReason",
     "Applied",
     "Capacity",
     "Counters",
+    "LateError",
     "ModePolicy",
     "Scheduler",
     "SequenceRequest",
+    "ServiceClass",
     "Targets",
     "TokenEvent",
 ]

@@ -18,16 +18,29 @@ class AdmissionReason(Enum):
     """Prompt and answer exceed the tokens of one sequence."""
     TOO_SMALL = "too_small"
     """Nothing to prefill, or nothing to generate."""
+    TTFT_UNREACHABLE = "ttft_unreachable"
+    """With what is ahead of it, its first token would come too late; try again later."""
+    TPOT_UNREACHABLE = "tpot_unreachable"
+    """Beside what runs, its tokens would follow one another too slowly; try again later."""
 
 
 class AdmissionError(Exception):
-    """A refused request: the field at fault and its limit."""
+    """A refused request: the field at fault and its limit, in whole units."""
 
     def __init__(self, reason: AdmissionReason, field: str, limit: int) -> None:
         super().__init__(f"{reason.value}: {field}, limit {limit}")
         self.reason = reason
         self.field = field
         self.limit = limit
+
+
+class LateError(AdmissionError):
+    """A request that by prediction would miss a target."""
+
+    def __init__(self, reason: AdmissionReason, field: str, target_s: float, predicted_s: float) -> None:
+        super().__init__(reason, field, 0)
+        self.target_s = target_s
+        self.predicted_s = predicted_s
 
 
 def largest_tier_tokens(capacity: Capacity, policy: ModePolicy) -> int:

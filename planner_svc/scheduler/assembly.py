@@ -1,14 +1,14 @@
 """Gathers what the next iteration could compute, and what it may take: between the queues and the decision."""
 
-from planner_svc.estimator import Calibration, Estimator, SubBatchLoad
+from planner_svc.estimator import Calibration, Estimator
 from planner_svc.scheduler.candidates import Shape, Work
+from planner_svc.scheduler.costs import knee_tokens, prefill_tokens_per_s
 from planner_svc.scheduler.decision import Bounds
 from planner_svc.scheduler.limits import Capacity, ModePolicy
 from planner_svc.scheduler.pace import Mix, Pace
 from planner_svc.scheduler.placement import Decodes, Placement
 from planner_svc.scheduler.prompts import Prompts, needed_tokens_per_s
 from planner_svc.scheduler.residency import Residency
-from planner_svc.scheduler.search import last_fitting
 from planner_svc.scheduler.sequence import Sequence
 from planner_svc.scheduler.urgency import bounds
 from planner_svc.scheduler.waiting import WaitingQueue
@@ -17,12 +17,6 @@ from svc_common.plan import Mode, Tier
 _BATCH_KNEES = 8
 _BATCH_TOKENS = 512
 """Without anything due, what an iteration prefills at most: more would only make decodes wait."""
-_KNEE_EXCESS = 1.05
-"""A batch at the knee takes this many times what one token takes."""
-_RATE_KNEES = 4
-_RATE_SHARE = 0.8
-"""A batch of so many knees shows how fast prompts can be computed; decodes take the rest."""
-_SHORTEST_S = 1e-9
 
 
 class Assembly:
@@ -47,10 +41,8 @@ class Assembly:
         self._placement = placement
         self._queue = queue
         self._mix = mix
-        self._knee_tokens = _knee_tokens(estimator, capacity.max_batch_tokens)
-        num_tokens = _RATE_KNEES * self._knee_tokens
-        seconds = estimator.iteration_s(SubBatchLoad(prefill_chunks=((num_tokens, 0),), num_outputs=1))
-        self._prefill_tokens_per_s = _RATE_SHARE * num_tokens / max(_SHORTEST_S, seconds)
+        self._knee_tokens = knee_tokens(estimator, capacity.max_batch_tokens)
+        self._prefill_tokens_per_s = prefill_tokens_per_s(estimator, self._knee_tokens)
 
     def collect(self, decodes: Decodes, start_s: float) -> tuple[Work, Bounds, list[Sequence]]:
         """What could run, how long it may take, and the prompts held back for want of the CPU's time."""
@@ -101,9 +93,3 @@ class Assembly:
             prefill_per_decode=prefill_per_decode if len(self._queue) else 0.0,
             admits_all=self._policy == "asymmetric",
         )
-
-
-def _knee_tokens(estimator: Estimator, highest: int) -> int:
-    """Tokens up to which linear operations take about the time of one: reading the weights bounds them."""
-    limit_s = _KNEE_EXCESS * estimator.linear_s(1)
-    return last_fitting(1, highest, lambda num_tokens: estimator.linear_s(num_tokens) <= limit_s)

@@ -1,15 +1,18 @@
 """Who holds blocks, and where: swapping in, room for decodes, preemption. The memory side of a plan.
 
 Liveness rests on one rule: room is made for a sequence by sequences that arrived after it, never before. The oldest
-one thus always progresses, and no two can evict one another for ever.
+one thus always progresses, and no two can evict one another for ever. Which of the later ones yields is a question of
+priority, lateness and cost alone.
 """
 
 from dataclasses import dataclass, field
 
+from planner_svc.scheduler.costs import Costs
 from planner_svc.scheduler.events import Tally
 from planner_svc.scheduler.limits import Capacity, ModePolicy
 from planner_svc.scheduler.residency import Residency
 from planner_svc.scheduler.sequence import Sequence, State
+from planner_svc.scheduler.victims import Victims
 from planner_svc.scheduler.waiting import WaitingQueue
 from svc_common.plan import Tier
 
@@ -29,13 +32,21 @@ class Placement:
     """Moves sequences in, out and between the tiers, for one plan at a time."""
 
     def __init__(
-        self, capacity: Capacity, policy: ModePolicy, residency: Residency, queue: WaitingQueue, tally: Tally
+        self,
+        capacity: Capacity,
+        policy: ModePolicy,
+        residency: Residency,
+        queue: WaitingQueue,
+        tally: Tally,
+        costs: Costs,
     ) -> None:
         self._capacity = capacity
         self._host_decodes = policy != "gpu_only"
         self._residency = residency
         self._queue = queue
         self._tally = tally
+        self._costs = costs
+        self._victims = Victims(residency, costs)
         self._spent: list[Sequence] = []
 
     def computes_in(self, tier: Tier) -> bool:
@@ -97,6 +108,7 @@ class Placement:
         Blocks on the GPU are given now; on the host promised, since the balance may yet pass a sequence over.
         """
         decodes, residency = Decodes(), self._residency
+        self._victims = Victims(residency, self._costs)
         block_tokens, running, gpu = self._capacity.block_tokens, State.RUNNING, Tier.GPU
         for sequence in list(residency.sequences):
             if budget == 0:
@@ -140,28 +152,22 @@ class Placement:
         return True
 
     def _make_room(self, tier: Tier, num_blocks: int, beneficiary: Sequence) -> bool:
-        """Evicts sequences younger than the beneficiary, latest first; none where that would not be enough."""
+        """Evicts sequences younger than the beneficiary; none where that would not be enough."""
         short = num_blocks - self._residency.free(tier)
-        victims: list[Sequence] = []
-        for victim in reversed(self._residency.sequences if short > 0 else ()):
-            if short <= 0 or victim.sequence_id <= beneficiary.sequence_id:
-                break
-            if victim.tier is tier:
-                victims.append(victim)
-                short -= len(victim.blocks)
-        if short > 0:
+        victims = self._victims.take(tier, short, beneficiary) if short > 0 else []
+        if victims is None:
             return False
         for victim in victims:
             self._evict(victim)
         return True
 
     def _evict(self, victim: Sequence) -> None:
-        """To the host where it has room, which costs a copy; else its KV is given up and computed again later."""
+        """To the host, or its KV is given up and computed again later: what costs less and is possible."""
         residency = self._residency
         self._tally.add(preemptions=1)
-        swappable = victim.tier is Tier.GPU and not residency.has_moved(victim)
-        if swappable and residency.free(Tier.HOST) >= len(victim.blocks):
+        if self._victims.swaps(victim):
             residency.move(victim, Tier.HOST)
+            self._victims.arrive_on_host(victim)
             return
         victim.num_recomputations += 1
         victim.num_passed_over = 0

@@ -1,9 +1,8 @@
 """Which prompt chunks an iteration may compute, in what order, and where new prompts would go. Changes nothing."""
 
-from heapq import heappop, heappush
-
 from planner_svc.scheduler.batch import Chunk
 from planner_svc.scheduler.limits import Capacity
+from planner_svc.scheduler.order import in_order, num_prefilled, num_to_prefill
 from planner_svc.scheduler.pace import Pace
 from planner_svc.scheduler.placement import Placement
 from planner_svc.scheduler.residency import Residency
@@ -20,41 +19,6 @@ _WINDOW = 48
 """Waiting prompts of a kind that a plan looks at: its cost must not depend on how many wait."""
 
 
-def in_order(prompts: list[Sequence], start_s: float, prefill_tokens_per_s: float) -> list[Sequence]:
-    """By due time; those that cannot come in time, and those that would make others late, after all others.
-
-    Of the prompts up to the first that would be late the longest is put off: that leaves the fewest late ones
-    (Moore and Hodgson's rule for one machine).
-    """
-    kept: list[tuple[int, int]] = []
-    put_off: set[int] = set()
-    finish_s = start_s
-    ordered = sorted(prompts, key=lambda item: (not is_aged_prompt(item, start_s), item.due_s, item.sequence_id))
-    for sequence in ordered:
-        if not bounds(sequence) or is_aged_prompt(sequence, start_s):
-            continue
-        num_left = num_to_prefill(sequence) - num_prefilled(sequence)
-        if start_s + num_left / prefill_tokens_per_s > sequence.due_s:
-            put_off.add(sequence.sequence_id)
-            continue
-        heappush(kept, (-num_left, sequence.sequence_id))
-        finish_s += num_left / prefill_tokens_per_s
-        if finish_s > sequence.due_s:
-            longest, sequence_id = heappop(kept)
-            finish_s += longest / prefill_tokens_per_s
-            put_off.add(sequence_id)
-    return sorted(ordered, key=lambda item: item.sequence_id in put_off)
-
-
-def num_to_prefill(sequence: Sequence) -> int:
-    """Of the current stay, or of the one that would begin."""
-    return sequence.num_tokens if sequence.state is State.WAITING else sequence.num_prefill_tokens
-
-
-def num_prefilled(sequence: Sequence) -> int:
-    return 0 if sequence.state is State.WAITING else sequence.num_computed_tokens
-
-
 class Prompts:
     """Begun prompts and the first of those that wait."""
 
@@ -64,6 +28,7 @@ class Prompts:
         self._capacity = capacity
         self._placement = placement
         self._pace = pace
+        self._shares = queue.shares
         self._residency = residency
         # Tokens in flight are part of what must be computed again, and not known yet.
         waiting = [item for item in queue.first(_WINDOW) if not item.num_in_flight]
@@ -92,7 +57,7 @@ class Prompts:
         chunks: list[Chunk] = []
         self._start_s = start_s
         is_closed = False
-        for sequence in in_order(self.candidates, start_s, prefill_tokens_per_s):
+        for sequence in in_order(self.candidates, start_s, prefill_tokens_per_s, self._shares):
             if budget <= 0:
                 break
             tier: Tier | None = sequence.tier

@@ -45,6 +45,8 @@ class Residency:
         self._promised_host_blocks = 0
         self.sequences: list[Sequence] = []
         """Running ones, by arrival."""
+        self.num_tokens_to_prefill = 0
+        """Of their prompts, not yet scheduled."""
         self.changes = Changes()
 
     def free(self, tier: Tier) -> int:
@@ -79,6 +81,7 @@ class Residency:
         sequence.num_computed_tokens = 0
         sequence.num_passed_over = 0
         self._num_on[tier] += 1
+        self.num_tokens_to_prefill += len(tokens)
         insort(self.sequences, sequence, key=_arrival)
         self.changes.new_sequences.append(
             NewSequence(
@@ -90,6 +93,10 @@ class Residency:
                 num_generated_tokens=len(sequence.outputs),
             )
         )
+
+    def note_prefilled(self, num_tokens: int) -> None:
+        """So many more tokens of prompts are scheduled."""
+        self.num_tokens_to_prefill -= num_tokens
 
     def promise_host_block(self) -> None:
         """Keeps a host block for a sequence that lacks one and may yet be passed over in this plan."""
@@ -122,6 +129,7 @@ class Residency:
         """Takes its blocks back at once: the executor runs plans in order, so the next owner writes later."""
         self._allocators[sequence.tier].free(sequence.blocks)
         self._num_on[sequence.tier] -= 1
+        self.num_tokens_to_prefill -= max(0, sequence.num_prefill_tokens - sequence.num_computed_tokens)
         del self.sequences[bisect_left(self.sequences, sequence.sequence_id, key=_arrival)]
         sequence.blocks = []
         sequence.state = state

@@ -8,8 +8,10 @@ from planner_svc.estimator import Calibration, Estimator
 from planner_svc.scheduler.admission import AdmissionError, AdmissionReason, check
 from planner_svc.scheduler.assembly import Assembly
 from planner_svc.scheduler.batch import Batch
+from planner_svc.scheduler.costs import Costs
 from planner_svc.scheduler.decision import decide
 from planner_svc.scheduler.events import Applied, Counters, Tally, TokenEvent
+from planner_svc.scheduler.forecast import Forecast, came_late
 from planner_svc.scheduler.limits import Capacity, ModePolicy
 from planner_svc.scheduler.pace import Mix
 from planner_svc.scheduler.placement import Placement
@@ -66,7 +68,9 @@ class Scheduler:
         self._in_flight: deque[_InFlight] = deque()
         self._queue = WaitingQueue()
         self._residency = Residency(capacity)
-        self._placement = Placement(capacity, self._policy, self._residency, self._queue, self._tally)
+        costs = Costs(capacity, estimator, self._calibration)
+        self._placement = Placement(capacity, self._policy, self._residency, self._queue, self._tally, costs)
+        self._forecast = Forecast(capacity, estimator, self._calibration, self._residency, self._queue)
         self._nothing_to_plan = False
         """The last attempt found nothing, and nothing has changed since."""
         self._running_since_s = 0.0
@@ -90,6 +94,8 @@ class Scheduler:
         check(request, self._capacity, self._policy)
         if len(self._queue) >= self._max_waiting:
             raise AdmissionError(AdmissionReason.QUEUE_FULL, "requests", self._max_waiting)
+        self._forecast.check(request, self._start_s(now), now)
+        self._forecast.inflow.wait(now)
         sequence = Sequence(self._next_id, request)
         self._next_id += 1
         arrive(sequence, now)
@@ -130,7 +136,7 @@ class Scheduler:
             return None
         self._gone.clear()
         placement, residency = self._placement, self._residency
-        self._queue.set_aside_late(now)
+        self._queue.refresh(now)
         placement.retire_spent()
         placement.swap_in()
         start_s = self._start_s(now)
@@ -143,6 +149,7 @@ class Scheduler:
             sequence.num_passed_over += 1
         predicted_s = uncalibrated_s * self._calibration.factor(batch.mode)
         expected = self._reserve(batch, start_s + predicted_s)
+        self._account(batch, now)
         self._nothing_to_plan = not (batch.has_work or residency.changes)
         if self._nothing_to_plan:
             return None
@@ -153,6 +160,14 @@ class Scheduler:
             _InFlight(self._iteration, batch.mode, batch.has_work, uncalibrated_s, expected, predicted_s)
         )
         return self._make_plan(batch, predicted_s)
+
+    def _account(self, batch: Batch, now: float) -> None:
+        """What the plan gives to whom, for those who share it out and who foretell."""
+        self._residency.note_prefilled(sum(chunk.num_tokens for chunk in (*batch.chunks[0], *batch.chunks[1])))
+        admitted = self._residency.changes.new_sequences
+        self._forecast.inflow.let_in(sum(len(new.token_ids) for new in admitted), now, is_empty=not len(self._queue))
+        if not self._queue.shares.is_single:
+            self._queue.shares.charge(batch)
 
     def _start_s(self, now: float) -> float:
         """When the next plan will begin to run: after those in flight."""
@@ -245,8 +260,11 @@ class Scheduler:
 
     def _take_token(self, sequence: Sequence, token_id: int, result: IterationResult, now: float) -> TokenEvent:
         sequence.num_in_flight -= 1
+        learns = sequence.request.service_class.refuses_late and sequence.request.targets is not None
         if not sequence.outputs:
             take_first_token(sequence, now)
+            if learns:
+                self._forecast.learn(sequence.is_late)
         sequence.outputs.append(token_id)
         finish: Literal["end_token", "length"] | None = None
         if token_id in sequence.request.end_token_ids:
@@ -254,6 +272,8 @@ class Scheduler:
         elif len(sequence.outputs) == sequence.request.max_new_tokens:
             finish = "length"
         if finish:
+            if learns and not sequence.is_late and came_late(sequence, now):
+                self._forecast.learn(is_late=True)
             self.finish(sequence.sequence_id)
         return TokenEvent(sequence.sequence_id, token_id, result.logprobs.get(sequence.sequence_id), finish)
 
@@ -298,6 +318,10 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Accepted and without blocks: not yet started, or preempted."""
         return len(self._queue)
+
+    def num_waiting_of(self, class_name: str) -> int:
+        """Those of one class."""
+        return self._queue.num_of(class_name)
 
     @property
     def num_running(self) -> int:

@@ -17,6 +17,24 @@ class Targets:
 
 
 @dataclass(frozen=True, slots=True)
+class ServiceClass:
+    """Requests that are served alike; see [planner.classes] of the configuration."""
+
+    name: str
+    targets: Targets | None = None
+    """Of a request that brings none of its own."""
+    priority: int = 0
+    """Higher waits less, and yields last."""
+    share: float = 1.0
+    """Weight among classes of the same priority."""
+    refuses_late: bool = False
+    """Refuses a request at once that would come too late."""
+
+
+DEFAULT_CLASS = ServiceClass("default")
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceRequest:
     """What a caller wants generated."""
 
@@ -26,6 +44,7 @@ class SequenceRequest:
     end_token_ids: frozenset[int]
     targets: Targets | None = None
     """None: as soon as throughput allows."""
+    service_class: ServiceClass = DEFAULT_CLASS
 
 
 class State(Enum):

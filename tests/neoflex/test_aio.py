@@ -26,11 +26,14 @@ async def client(server: InferenceServer) -> AsyncIterator[AsyncClient]:
 
 
 async def test_a_whole_answer(client: AsyncClient, server: InferenceServer) -> None:
-    answer = await client.generate(messages=[Message("user", "u")], temperature=0, stop=["x", "y"])
+    answer = await client.generate(
+        messages=[Message("user", "u")], temperature=0, stop=["x", "y"], service_class="chat", ttft_s=1, tpot_s=1
+    )
     assert (answer.text, answer.token_ids, answer.finish) == ("a b c", (7, 8, 9), Finish(FinishReason.STOP, "END"))
     request = server.servicer.last_request
     assert request is not None
     assert (request.request_id, list(request.stopping.stop)) == (answer.request_id, ["x", "y"])
+    assert (request.service_class, request.targets.ttft.seconds, answer.usage.targets_met) == ("chat", 1, True)
 
 
 async def test_a_stream(client: AsyncClient) -> None:

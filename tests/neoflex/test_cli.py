@@ -50,6 +50,19 @@ class TestGenerate:
         assert (sampling.top_p, sampling.top_k, sampling.min_p, sampling.seed) == (0.5, 3, 0.25, 9)
         assert (request.stopping.max_tokens, list(request.stopping.stop)) == (7, ["A", "B"])
 
+    def test_a_class_and_targets_reach_the_server(self, run: Run, server: InferenceServer) -> None:
+        options = ["--class", "chat", "--ttft", "0.5", "--tpot", "0.025"]
+        ended = run("generate", "hello", "--address", server.address, *options)
+        assert ended.err.endswith(" · recomputed 1 times · late · stop\n")
+        request = server.servicer.last_request
+        assert request is not None
+        assert request.service_class == "chat"
+        targets = request.targets
+        assert (targets.ttft.ToMilliseconds(), targets.tpot.ToMilliseconds()) == (500, 25)
+        ended = run("generate", "hello", "--address", server.address, "--ttft", "nan", "--tpot", "1")
+        assert ended.code == 2
+        assert "ttft_s: nan is no duration" in ended.err
+
     def test_json(self, run: Run, server: InferenceServer) -> None:
         ended = run("generate", "hello", "--address", server.address, "--json")
         answer = json.loads(ended.out)
@@ -148,6 +161,12 @@ class TestStatus:
         assert lines["iterations, decoupled"] == "5"
         assert lines["tokens attended on the CPU"] == "1,234"
         assert ended.err == "no GPU here: torch on the CPU plays the GPU, in a process of its own\n"
+
+    def test_classes(self, run: Run, server: InferenceServer) -> None:
+        text = run("status", "--address", server.address).out
+        rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines()]
+        assert ["chat", "0.5 s", "0.05 s", "5", "2.5", "2", "0", "40", "3", "1,200"] in rows
+        assert ["default, the default", "none", "none", "0", "1", "0", "1", "0", "0", "never"] in rows
 
     def test_json(self, run: Run, server: InferenceServer) -> None:
         values = json.loads(run("status", "--address", server.address, "--json").out)

@@ -21,7 +21,7 @@ from neoflex import (
     UnavailableError,
     Usage,
 )
-from neoflex.types import Counters, Load, ModelInfo, PositionLogprobs, TokenLogprob
+from neoflex.types import ClassLoad, Counters, Load, ModelInfo, PositionLogprobs, ServiceClass, TokenLogprob
 from neoflex.v1 import inference_pb2 as pb
 
 LOGPROBS = PositionLogprobs(TokenLogprob(7, -1.5), (TokenLogprob(9, -0.25),))
@@ -55,6 +55,9 @@ def test_every_option_reaches_the_server(client: Client, server: InferenceServer
         ignore_eos=True,
         time_limit_s=1.5,
         logprobs=0,
+        service_class="chat",
+        ttft_s=0.5,
+        tpot_s=0.025,
     )
     expected = pb.GenerateRequest(
         request_id="me",
@@ -62,7 +65,10 @@ def test_every_option_reaches_the_server(client: Client, server: InferenceServer
         sampling=pb.SamplingOptions(temperature=0, top_k=4, top_p=0.5, min_p=0.25, seed=2**63),
         stopping=pb.StoppingOptions(max_tokens=3, stop=["END"], stop_token_ids=[1, 2], ignore_eos=True),
         output=pb.OutputOptions(logprobs=0),
+        service_class="chat",
     )
+    expected.targets.ttft.FromMilliseconds(500)
+    expected.targets.tpot.FromMilliseconds(25)
     expected.stopping.time_limit.FromMilliseconds(1500)
     assert server.servicer.last_request == expected
 
@@ -77,6 +83,11 @@ def test_what_is_not_given_is_absent_on_the_wire(client: Client, server: Inferen
     assert not request.stopping.HasField("max_tokens")
     assert not request.stopping.HasField("time_limit")
     assert not request.output.HasField("logprobs")
+    assert request.service_class == ""
+    assert not request.HasField("targets")
+    client.generate("hello", tpot_s=1)
+    assert server.servicer.last_request is not None
+    assert not server.servicer.last_request.targets.HasField("ttft")
 
 
 def test_an_empty_list_of_tokens_is_still_a_prompt(client: Client, server: InferenceServer) -> None:
@@ -98,10 +109,25 @@ def test_a_number_that_fits_no_field_is_named(client: Client) -> None:
         client.generate("hello", seed=-1)
 
 
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), 1e30])
+def test_a_target_that_is_no_duration_is_named(client: Client, seconds: float) -> None:
+    with pytest.raises(ValueError, match=r"^ttft_s: .* is no duration$"):
+        client.generate("hello", ttft_s=seconds)
+
+
+def test_an_answer_says_whether_it_was_in_time(client: Client) -> None:
+    assert client.generate("hello").usage.targets_met is None
+    assert client.generate("hello", ttft_s=1, tpot_s=1).usage.targets_met is True
+    stream = client.stream("hello", ttft_s=0.5, tpot_s=1)
+    assert len(list(stream)) == 2
+    assert stream.usage is not None
+    assert stream.usage.targets_met is False
+
+
 def test_a_misspelt_option_is_named(client: Client) -> None:
     options = {"max_token": 3, "temprature": 0, "top_k": 1}
     for call in (client.generate, client.stream):
-        with pytest.raises(TypeError, match=r"^unknown option: max_token, temprature; there are: ignore_eos, .*top_p$"):
+        with pytest.raises(TypeError, match=r"^unknown option: max_token, temprature; there are: .*ttft_s$"):
             call("hello", **options)  # type: ignore[arg-type]
 
 
@@ -200,10 +226,14 @@ def test_the_small_calls(client: Client) -> None:
     assert client.tokenize(messages=[Message("u", "hi")]) == tuple(map(ord, "<u>hi"))
     assert client.detokenize([104, 105]) == "hi"
     assert client.model_info() == ModelInfo("tiny", "llama", 100, 2048, (2, 3), 135_000_000, "fp32", "fp16")
-    assert client.load() == Load(1, 2, 1024, 3, 64, 5, 128)
+    assert client.load() == Load(1, 2, 1024, 3, 64, 5, 128, (ClassLoad("chat", 0, 2), ClassLoad("default", 1, 0)))
     info = client.server_info()
     assert (info.version, info.uptime_s, info.block_bytes, info.host_blocks) == ("0.1.0", 12.5, 2**20, 128)
     assert (info.counters.gpu_only_iterations, info.counters.cpu_attended_tokens) == (40, 1234)
+    assert info.service_classes == (
+        ServiceClass("chat", False, 0.5, 0.05, 5, 2.5, True, 40, 3, 1200),
+        ServiceClass("default", True, None, None, 0, 1.0, False, 0, 0, 0),
+    )
 
 
 def test_counters_between_two_looks() -> None:

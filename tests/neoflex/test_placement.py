@@ -57,3 +57,11 @@ def test_the_file_says_what_the_values_say(tmp_path: Path) -> None:
     assert "max_sequence_tokens" not in path.read_text()
     path.write_text(to_toml(Config()))
     assert load(path) == Config()
+
+
+def test_the_file_holds_the_service_classes(tmp_path: Path) -> None:
+    chat = {"ttft_s": 0.5, "tpot_s": 0.05, "priority": -3, "share": 2.5, "on_overload": "refuse"}
+    config = parse({"planner": {"classes": {"chat_1": chat, "batch-2": {}}, "default_class": "batch-2"}}, "t")
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(config))
+    assert load(path) == config

@@ -6,13 +6,14 @@ import pytest
 from support.planner_rig import TOKENIZER
 
 from planner_svc.generation import Delta, EndReason, Finished, Generation, GenerationRequest, Position
+from planner_svc.scheduler import DEFAULT_CLASS, Targets
 from svc_common.errors import ServiceError, unavailable
 from svc_common.plan import Sampling, TokenLogprobs
 
 A, B, C = (TOKENIZER.encode(letter)[0] for letter in "abc")
 
 
-def generation(stops: tuple[str, ...] = ()) -> Generation:
+def generation(stops: tuple[str, ...] = (), targets: Targets | None = None) -> Generation:
     request = GenerationRequest(
         request_id="x",
         prompt=(1, 2, 3),
@@ -22,6 +23,8 @@ def generation(stops: tuple[str, ...] = ()) -> Generation:
         end_token_ids=frozenset({C}),
         time_limit_s=None,
         arrival_ns=1000,
+        service_class=DEFAULT_CLASS,
+        targets=targets,
     )
     return Generation(request, 7, TOKENIZER)
 
@@ -48,6 +51,7 @@ async def test_what_a_slow_reader_missed_comes_in_one_delta() -> None:
         time_to_first_token_ns=100,
         duration_ns=500,
         recomputations=2,
+        targets_met=None,
     )
 
 
@@ -87,3 +91,30 @@ async def test_an_end_without_tokens() -> None:
     answer.finish(EndReason.ABORT, None, 0, 1500)
     assert await answer.whole() == Delta("", (), ())
     assert (answer.finished.time_to_first_token_ns, answer.finished.duration_ns) == (0, 500)
+
+
+@pytest.mark.parametrize(
+    ("token_times_ns", "expected"),
+    [
+        ([2000], True),
+        ([2001], False),
+        ([2000, 2500, 3000], True),
+        ([2000, 2100, 3001], False),  # 500.5 ns from token to token
+        ([1500, 2400, 2500], True),  # on average
+    ],
+)
+async def test_whether_targets_were_met(token_times_ns: list[int], expected: bool) -> None:
+    answer = generation(targets=Targets(ttft_s=1000e-9, tpot_s=500e-9))
+    for time_ns in token_times_ns:
+        answer.push(A, None, False, time_ns)
+    answer.finish(EndReason.LENGTH, None, 0, 9000)
+    assert answer.finished.targets_met is expected
+
+
+@pytest.mark.parametrize(("end_ns", "expected"), [(2000, None), (2001, False)])
+async def test_an_end_before_the_first_token_was_due_is_neither_in_time_nor_late(
+    end_ns: int, expected: bool | None
+) -> None:
+    answer = generation(targets=Targets(ttft_s=1000e-9, tpot_s=500e-9))
+    answer.finish(EndReason.ABORT, None, 0, end_ns)
+    assert answer.finished.targets_met is expected

@@ -1,8 +1,10 @@
 """Who comes back from the host, and when."""
 
-from support.planning import make_capacity
+from support.planning import make_capacity, make_estimator
 
+from planner_svc.estimator import Calibration
 from planner_svc.scheduler import SequenceRequest
+from planner_svc.scheduler.costs import Costs
 from planner_svc.scheduler.events import Tally
 from planner_svc.scheduler.placement import Placement
 from planner_svc.scheduler.residency import Residency
@@ -11,6 +13,7 @@ from planner_svc.scheduler.waiting import WaitingQueue
 from svc_common.plan import Sampling, Tier
 
 CAPACITY = make_capacity(8, 20, block_tokens=1)
+COSTS = Costs(CAPACITY, make_estimator(), Calibration())
 
 
 def make_sequence(sequence_id: int, num_tokens: int) -> Sequence:
@@ -28,7 +31,7 @@ def swapped_in(policy, on_gpu: dict[int, int], on_host: dict[int, int], waiting:
     for sequence_id, num_tokens in waiting.items():
         queue.put_back(make_sequence(sequence_id, num_tokens))
     residency.take_changes()
-    Placement(CAPACITY, policy, residency, queue, Tally()).swap_in()
+    Placement(CAPACITY, policy, residency, queue, Tally(), COSTS).swap_in()
     return [swap.sequence_id for swap in residency.take_changes().ordered_swaps()]
 
 

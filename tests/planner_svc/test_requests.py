@@ -8,10 +8,15 @@ from google.protobuf.duration_pb2 import Duration
 
 from neoflex.v1 import inference_pb2 as pb
 from planner_svc import requests
+from planner_svc.classes import service_classes
 from planner_svc.requests import ChatPrompt, Limits, TextPrompt, TokenPrompt
+from planner_svc.scheduler import Targets
+from svc_common.config import PlannerConfig
 from svc_common.errors import ServiceError
 from svc_common.plan import Sampling
 
+CHAT = {"ttft_s": 0.5, "tpot_s": 0.05}
+CLASSES = service_classes(PlannerConfig.model_validate({"classes": {"default": {}, "chat": CHAT}}))
 LIMITS = Limits(vocab_size=100, max_sequence_tokens=50, max_text_bytes=400)
 
 
@@ -21,7 +26,7 @@ def sound() -> pb.GenerateRequest:
 
 def violations(message: pb.GenerateRequest) -> list[tuple[str, str]]:
     with pytest.raises(ServiceError) as caught:
-        requests.parse_generation(message, LIMITS)
+        requests.parse_generation(message, LIMITS, CLASSES)
     assert caught.value.code.name == "INVALID_ARGUMENT"
     return [(violation.field, violation.description) for violation in caught.value.violations]
 
@@ -56,6 +61,14 @@ def request_id(text: str) -> Callable[[pb.GenerateRequest], None]:
 
 def logprobs(value: int) -> Callable[[pb.GenerateRequest], None]:
     return lambda message: setattr(message.output, "logprobs", value)
+
+
+def targets(**seconds: float) -> Callable[[pb.GenerateRequest], None]:
+    def set_targets(message: pb.GenerateRequest) -> None:
+        for name, value in seconds.items():
+            getattr(message.targets, name).FromNanoseconds(round(value * 1e9))
+
+    return set_targets
 
 
 BAD = {
@@ -117,6 +130,19 @@ BAD = {
         "must be at most 400 bytes, is 402: more cannot fit a context of 50 tokens",
     ),
     "chat none": (lambda m: m.chat.SetInParent(), "request.chat.messages", "at least one is required"),
+    "class": (
+        lambda m: setattr(m, "service_class", "vip"),
+        "request.service_class",
+        "must be one of chat, default, is 'vip'",
+    ),
+    "ttft zero": (targets(ttft=0, tpot=1), "request.targets.ttft", "must be in (0, 86400] s, is 0 s"),
+    "tpot negative": (targets(ttft=1, tpot=-1), "request.targets.tpot", "must be in (0, 86400] s, is -1 s"),
+    "tpot long": (targets(ttft=1, tpot=86401), "request.targets.tpot", "must be in (0, 86400] s, is 86401 s"),
+    "ttft alone": (
+        targets(ttft=1),
+        "request.targets.tpot",
+        "is required beside the other target: class 'default' has none to take it from",
+    ),
     "no prompt": (
         lambda m: m.ClearField("text"),
         "request.prompt",
@@ -145,12 +171,12 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
 
 
 def test_defaults() -> None:
-    prompt, options = requests.parse_generation(sound(), LIMITS)
+    prompt, options = requests.parse_generation(sound(), LIMITS, CLASSES)
     assert prompt == TextPrompt("hello")
     seed = options.sampling.seed
     assert options.sampling == Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=seed, num_logprobs=-1)
     assert (options.max_tokens, options.stops, options.ignore_eos, options.time_limit_s) == (None, (), False, None)
-    _, other = requests.parse_generation(sound(), LIMITS)
+    _, other = requests.parse_generation(sound(), LIMITS, CLASSES)
     assert other.sampling.seed != seed
     assert len(options.request_id) == 32
     assert other.request_id != options.request_id
@@ -162,10 +188,30 @@ def test_a_present_zero_is_no_default() -> None:
     message.sampling.seed = 0
     message.output.logprobs = 0
     message.stopping.time_limit.nanos = 250_000_000
-    prompt, options = requests.parse_generation(message, LIMITS)
+    prompt, options = requests.parse_generation(message, LIMITS, CLASSES)
     assert prompt == TokenPrompt((0, 99))
     assert options.sampling == Sampling(temperature=0.0, seed=0, num_logprobs=0)
     assert (options.request_id, options.time_limit_s) == ("mine", 0.25)
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "expected"),
+    [
+        ("", {}, None),
+        ("default", {"ttft": 2, "tpot": 0.25}, Targets(2, 0.25)),
+        ("chat", {}, Targets(0.5, 0.05)),
+        ("chat", {"ttft": 2}, Targets(2, 0.05)),
+        ("chat", {"tpot": 0.25}, Targets(0.5, 0.25)),
+        ("chat", {"ttft": 86400, "tpot": 1e-9}, Targets(86400, 1e-9)),
+    ],
+)
+def test_targets_are_completed_by_the_class(name: str, own: dict[str, float], expected: Targets | None) -> None:
+    message = sound()
+    message.service_class = name
+    targets(**own)(message)
+    _, options = requests.parse_generation(message, LIMITS, CLASSES)
+    assert options.service_class.name == (name or "default")
+    assert options.targets == expected
 
 
 def test_the_edges_are_inside() -> None:
@@ -178,7 +224,7 @@ def test_the_edges_are_inside() -> None:
     message.output.logprobs = 20
     message.stopping.stop.extend(["x" * 256] * 16)
     message.stopping.stop_token_ids.extend([99] * 64)
-    _, options = requests.parse_generation(message, LIMITS)
+    _, options = requests.parse_generation(message, LIMITS, CLASSES)
     assert (options.sampling.seed, options.sampling.num_logprobs) == (2**64 - 1, 20)
     assert options.stop_token_ids == {99}
 
@@ -186,12 +232,12 @@ def test_the_edges_are_inside() -> None:
 def test_a_vanishing_temperature_is_greedy() -> None:
     message = sound()
     message.sampling.temperature = 1e-30
-    assert requests.parse_generation(message, LIMITS)[1].sampling.temperature == 0.0
+    assert requests.parse_generation(message, LIMITS, CLASSES)[1].sampling.temperature == 0.0
 
 
 def test_chat() -> None:
     message = pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="anyone", content="")]))
-    assert requests.parse_generation(message, LIMITS)[0] == ChatPrompt((("anyone", ""),))
+    assert requests.parse_generation(message, LIMITS, CLASSES)[0] == ChatPrompt((("anyone", ""),))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.planning import NUM_TOKEN_IDS, FakeExecutor, expected_tokens, make_estimator
 
-from planner_svc.scheduler import AdmissionError, Capacity, Scheduler, SequenceRequest
+from planner_svc.scheduler import (
+    DEFAULT_CLASS,
+    AdmissionError,
+    Capacity,
+    Scheduler,
+    SequenceRequest,
+    ServiceClass,
+    Targets,
+)
+from planner_svc.scheduler.sequence import State
 from svc_common.plan import IterationPlan, IterationResult, Sampling, Tier
 
 CAPACITIES = st.builds(
@@ -31,12 +40,23 @@ ESTIMATORS = st.sampled_from(
     ]
 )
 TOKENS = st.integers(0, NUM_TOKEN_IDS - 1)
+CLASSES = st.sampled_from(
+    [
+        DEFAULT_CLASS,
+        ServiceClass("chat", priority=2, share=0.5, refuses_late=True),
+        ServiceClass("chat too", priority=2, share=3.0),
+        ServiceClass("batch", priority=-1),
+    ]
+)
+TARGETS = st.sampled_from([None, None, Targets(0.02, 0.01), Targets(0.5, 0.1), Targets(60.0, 1.0)])
 REQUESTS = st.builds(
     SequenceRequest,
     prompt=st.tuples(TOKENS, st.sampled_from([0, 1, 2, 3, 4, 5, 6, 8])).map(lambda draw: (draw[0],) * (draw[1] + 1)),
     max_new_tokens=st.sampled_from([1, 2, 3, 5, 6, 7, 8, 9, 12]),
     sampling=st.sampled_from([Sampling(), Sampling(num_logprobs=0)]),
     end_token_ids=st.sampled_from([frozenset(), frozenset(), frozenset({3, 11})]),
+    targets=TARGETS,
+    service_class=CLASSES,
 )
 
 
@@ -79,7 +99,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def plan(self):
         self.now += 0.01
         had_work = self.scheduler.has_work()
+        oldest = next((item for item in self.scheduler._residency.sequences if item.num_unscheduled), None)
         plan = self.scheduler.plan(self.now)
+        # Room is made by later arrivals only: whoever is oldest keeps what it has.
+        assert oldest is None or oldest.state is not State.WAITING
         if plan is None:
             assert not self.scheduler.has_work()
             # Work never waits with nothing running.
@@ -163,6 +186,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         scheduler = self.scheduler
         assert scheduler.num_waiting + scheduler.num_running == len(self.open)
+        names = {sequence.request.service_class.name for sequence in scheduler._queue}
+        assert sum(scheduler.num_waiting_of(name) for name in names) == scheduler.num_waiting
         assert 0 <= scheduler.gpu_blocks_used <= self.capacity.gpu_blocks
         assert 0 <= scheduler.host_blocks_used <= self.capacity.host_blocks
 
@@ -182,6 +207,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not self.scheduler.has_work()
         assert self.executor.sequences == {}
         assert self.scheduler.gpu_blocks_used == self.scheduler.host_blocks_used == 0
+        assert self.scheduler._residency.num_tokens_to_prefill == self.scheduler._queue.num_returned_tokens == 0
+        assert all(lanes.tokens.total == lanes.num_late_tokens == 0 for lanes in self.scheduler._queue.classes)
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase

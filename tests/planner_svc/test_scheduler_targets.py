@@ -9,9 +9,10 @@ from planner_svc.estimator import EMPTY_LOAD, Calibration, SubBatchLoad
 from planner_svc.scheduler import Scheduler, SequenceRequest, Targets
 from planner_svc.scheduler.batch import Chunk
 from planner_svc.scheduler.candidates import Shape, Work
+from planner_svc.scheduler.order import in_order
 from planner_svc.scheduler.pace import Pace
-from planner_svc.scheduler.prompts import in_order
 from planner_svc.scheduler.sequence import Sequence, State
+from planner_svc.scheduler.shares import Shares
 from planner_svc.scheduler.urgency import AGED_TTFTS, arrive, is_aged, schedule_token, take_first_token
 from planner_svc.scheduler.waiting import WaitingQueue
 from svc_common.plan import IterationResult, PrefillChunk, Sampling, Tier, Timings
@@ -73,23 +74,23 @@ def test_a_late_first_token_loses_the_targets_and_gets_more_patience():
 def test_prompts_run_by_due_time_and_not_by_arrival():
     urgent = Targets(ttft_s=0.2, tpot_s=0.1)
     prompts = [prompt(1, 10), prompt(2, 10, 0.1, urgent), prompt(3, 10, 0.0, None)]
-    assert ids(in_order(prompts, 0.1, 1e4)) == [2, 1, 3]
+    assert ids(in_order(prompts, 0.1, 1e4, Shares())) == [2, 1, 3]
 
 
 def test_what_cannot_come_in_time_comes_last():
     prompts = [prompt(1, 10), prompt(2, 10, 0.5)]
-    assert ids(in_order(prompts, 1.2, 1e4)) == [2, 1]
+    assert ids(in_order(prompts, 1.2, 1e4, Shares())) == [2, 1]
 
 
 def test_the_longest_is_put_off_where_not_all_can_come_in_time():
     """At 1,000 tokens a second all three take 1.2 s; without the longest both others are in time."""
     prompts = [prompt(1, 300), prompt(2, 700), prompt(3, 200)]
-    assert ids(in_order(prompts, 0.0, 1000.0)) == [1, 3, 2]
+    assert ids(in_order(prompts, 0.0, 1000.0, Shares())) == [1, 3, 2]
 
 
 def test_an_aged_prompt_comes_first():
     prompts = [prompt(1, 10), prompt(2, 10, AGED_TTFTS * 1.0)]
-    assert ids(in_order(prompts, AGED_TTFTS * 1.0 + 0.01, 1e4)) == [1, 2]
+    assert ids(in_order(prompts, AGED_TTFTS * 1.0 + 0.01, 1e4, Shares())) == [1, 2]
 
 
 def test_late_prompts_hide_no_others_in_the_queue():
@@ -97,7 +98,7 @@ def test_late_prompts_hide_no_others_in_the_queue():
     for number in range(1, 101):
         queue.append(prompt(number, 10, arrival_s=0.0 if number <= 50 else 2.0))
     queue.append(prompt(101, 10, targets=None))
-    queue.set_aside_late(now=1.5)
+    queue.refresh(now=1.5)
     assert ids(queue.first(2)) == [51, 52, 1, 2, 101]
     assert len(queue) == 101
     for sequence in list(queue):

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import grpc
+from google.protobuf.duration_pb2 import Duration
 
 from neoflex.v1 import inference_pb2 as pb
 from neoflex.v1 import inference_pb2_grpc, trace_pb2_grpc
@@ -25,6 +26,16 @@ USAGE = pb.Usage(
     time_to_first_token_ns=250_000_000,
     duration_ns=1_250_000_000,
     recomputations=1,
+)
+CHAT = pb.ServiceClass(
+    name="chat",
+    targets=pb.Targets(ttft=Duration(nanos=500_000_000), tpot=Duration(nanos=50_000_000)),
+    priority=5,
+    share=2.5,
+    refuses_late=True,
+    requests_in_time=40,
+    requests_late=3,
+    requests_refused=1200,
 )
 FINISH = pb.Finish(reason=pb.FINISH_REASON_STOP, stop="END")
 
@@ -46,7 +57,7 @@ class ScriptedInference(inference_pb2_grpc.InferenceServiceServicer):
             token_ids=[7, 8, 9],
             logprobs=_logprobs(request),
             finish=FINISH,
-            usage=USAGE,
+            usage=self._usage(),
         )
 
     async def GenerateStream(
@@ -70,7 +81,16 @@ class ScriptedInference(inference_pb2_grpc.InferenceServiceServicer):
             raise unavailable("CPU_ATTENTION_LOST", "the CPU attention service was lost", retry_after_s=0.5)
         yield pb.GenerateStreamResponse(delta=pb.GenerationDelta(text="b c", token_ids=[8, 9]))
         if inner.text != "cut short":
-            yield pb.GenerateStreamResponse(finished=pb.GenerationFinished(finish=FINISH, usage=USAGE))
+            yield pb.GenerateStreamResponse(finished=pb.GenerationFinished(finish=FINISH, usage=self._usage()))
+
+    def _usage(self) -> pb.Usage:
+        """With a verdict where the request had targets."""
+        usage = pb.Usage()
+        usage.CopyFrom(USAGE)
+        assert self.last_request is not None
+        if self.last_request.HasField("targets"):
+            usage.targets_met = self.last_request.targets.ttft.seconds >= 1
+        return usage
 
     def _accept(self, request: pb.GenerateRequest) -> None:
         self.last_request = request
@@ -123,6 +143,7 @@ class ScriptedInference(inference_pb2_grpc.InferenceServiceServicer):
             host_blocks=128,
             cpu_attention_threads=2,
             counters=counters,
+            service_classes=[CHAT, pb.ServiceClass(name="default", is_default=True, share=1)],
         )
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: Context[Any, Any]) -> pb.GetLoadResponse:
@@ -134,6 +155,10 @@ class ScriptedInference(inference_pb2_grpc.InferenceServiceServicer):
             gpu_blocks_total=64,
             host_blocks_used=5,
             host_blocks_total=128,
+            classes=[
+                pb.ClassLoad(name="chat", running_requests=2),
+                pb.ClassLoad(name="default", waiting_requests=1),
+            ],
         )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from svc_common.config import Config, ConfigError, load, parse
+from svc_common.config import ClassConfig, Config, ConfigError, load, parse
 
 GIB = 2**30
 
@@ -36,6 +36,36 @@ GIB = 2**30
         ({"gpu": {"kv_bytes": 0}, "cpu_attn": {"kv_bytes": 0}}, "test: gpu.kv_bytes and cpu_attn.kv_bytes are both 0"),
         ({"planner": {"mode": "asymmetric"}, "cpu_attn": {"kv_bytes": 0}}, '"asymmetric" needs cpu_attn.kv_bytes'),
         ({"planner": {"mode": "gpu_only"}, "gpu": {"kv_bytes": 0}}, '"gpu_only" needs gpu.kv_bytes'),
+        ({"planner": {"classes": {}}}, "planner.classes: must be from 1 to 32 classes, are 0"),
+        (
+            {"planner": {"classes": {str(number): {} for number in range(33)}}},
+            "planner.classes: must be from 1 to 32 classes, are 33",
+        ),
+        (
+            {"planner": {"classes": {"a b": {}}}},
+            "planner.classes: a name must be of 1 to 64 letters, digits, - and _, is 'a b'",
+        ),
+        ({"planner": {"classes": {"chat": {}}}}, "test: planner.default_class must be one of chat, is 'default'"),
+        (
+            {"planner": {"classes": {"default": {"ttft_s": 1}}}},
+            "planner.classes.default: ttft_s and tpot_s go together, tpot_s is missing",
+        ),
+        (
+            {"planner": {"classes": {"default": {"ttft_s": 0, "tpot_s": 1}}}},
+            "planner.classes.default.ttft_s: must be greater than 0, is 0",
+        ),
+        ({"planner": {"classes": {"default": {"ttft_s": 86401, "tpot_s": 1}}}}, "must be less than or equal to 86400"),
+        ({"planner": {"classes": {"default": {"ttft_s": float("nan"), "tpot_s": 1}}}}, "default.ttft_s: must be "),
+        (
+            {"planner": {"classes": {"default": {"priority": 101}}}},
+            "planner.classes.default.priority: must be less than or equal to 100, is 101",
+        ),
+        ({"planner": {"classes": {"default": {"share": 0}}}}, "planner.classes.default.share: must be greater than or"),
+        (
+            {"planner": {"classes": {"default": {"on_overload": "panic"}}}},
+            "planner.classes.default.on_overload: must be 'queue' or 'refuse', is 'panic'",
+        ),
+        ({"planner": {"classes": {"default": {"ttft": 1}}}}, "planner.classes.default.ttft: unknown key"),
     ],
 )
 def test_mistakes(values: dict[str, Any], complaint: str) -> None:
@@ -52,6 +82,12 @@ def test_sizes_and_addresses() -> None:
     config = parse({"gpu": {"kv_bytes": "2GiB", "listen": "[::1]:1"}, "planner": {"listen": "unix:/tmp/s"}}, "test")
     assert (config.gpu.kv_bytes, config.gpu.listen, config.planner.listen) == (2 * GIB, "[::1]:1", "unix:/tmp/s")
     assert parse({"cpu_attn": {"kv_bytes": 0}, "planner": {"listen": "host:0"}}, "test").planner.listen == "host:0"
+
+
+def test_without_classes_there_is_one_without_targets() -> None:
+    assert Config().planner.classes == {"default": ClassConfig()}
+    assert ClassConfig().ttft_s is None
+    assert ClassConfig().on_overload == "queue"
 
 
 @pytest.mark.parametrize("data", [b"[gpu\n", b"\xff\xfe[gpu]"])

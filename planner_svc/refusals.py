@@ -1,0 +1,32 @@
+"""What callers are told when the scheduler refuses their request."""
+
+from planner_svc.counters import bounded_retry_s
+from planner_svc.scheduler import AdmissionError, AdmissionReason, LateError
+from svc_common.errors import ServiceError, invalid_argument, resource_exhausted
+
+
+def queue_full(limit: int, retry_s: float) -> ServiceError:
+    """`limit` requests wait; a place is likely to be free after `retry_s`."""
+    return resource_exhausted(
+        "QUEUE_FULL", f"{limit} requests are waiting already", "planner.max_waiting_requests", retry_s
+    )
+
+
+def never_fits(error: AdmissionError, prompt_field: str) -> ServiceError:
+    """`prompt_field` is what to name where the prompt is too long."""
+    field = prompt_field if error.field == "prompt" else "request.stopping.max_tokens"
+    what = "context" if error.reason is AdmissionReason.EXCEEDS_CONTEXT else "KV cache"
+    text = f"prompt and answer must be at most {error.limit} tokens together: the {what} holds no more"
+    return invalid_argument(field, text, error.reason.name)
+
+
+def too_late(error: LateError, class_name: str, place_free_s: float) -> ServiceError:
+    """The first token is in time again when the backlog is shorter by what it was late; the pace, when others end.
+
+    `place_free_s`: until the next request ends, as far as can be told.
+    """
+    is_first = error.reason is AdmissionReason.TTFT_UNREACHABLE
+    what = "its first token would come" if is_first else "its tokens would follow one another"
+    retry_s = bounded_retry_s(error.predicted_s - error.target_s) if is_first else place_free_s
+    text = f"{what} after {error.predicted_s:.3g} s, its target is {error.target_s:.3g} s"
+    return resource_exhausted(error.reason.name, text, f"planner.classes.{class_name}.{error.field}_s", retry_s)

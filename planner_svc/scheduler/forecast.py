@@ -1,0 +1,152 @@
+"""Whether a request would come in time, told when it arrives: what its class may be refused by.
+
+    first token = tokens ahead / rate of prefill  +  tokens ahead beyond the free room / rate at which room comes free
+
+The first rate is the estimator's; the second is measured: prompt tokens that were let in, per second in which any
+waited. What this leaves out, a factor learns from outcomes: it rises with each request that was let in and came too
+late, and falls with each that came in time, so that about one of `_IN_TIME_PER_LATE` is late.
+"""
+
+from collections import deque
+
+from planner_svc.estimator import Calibration, Estimator, SubBatchLoad
+from planner_svc.scheduler.admission import AdmissionReason, LateError
+from planner_svc.scheduler.costs import knee_tokens, prefill_tokens_per_s
+from planner_svc.scheduler.limits import Capacity
+from planner_svc.scheduler.residency import Residency
+from planner_svc.scheduler.sequence import Sequence, SequenceRequest
+from planner_svc.scheduler.waiting import ClassLanes, WaitingQueue
+from svc_common.plan import Mode, Tier
+
+_NUM_ADMISSIONS = 32
+"""Over which the rate is measured."""
+_IN_TIME_PER_LATE = 40
+_STEP = 1.25
+_LOWEST, _HIGHEST = 0.5, 4.0
+"""Of the factor."""
+_LEAST_SHARE = 0.1
+"""Of the executor, that prompts have beside decodes."""
+
+
+class Inflow:
+    """How fast prompts have been let in while any waited."""
+
+    def __init__(self) -> None:
+        self._waited_s = 0.0
+        """With something in the queue, so far."""
+        self._since_s: float | None = None
+        """When the queue last became non-empty, or the time up to which that is counted."""
+        self._num_tokens = 0
+        self._marks: deque[tuple[float, int]] = deque(maxlen=_NUM_ADMISSIONS)
+
+    def wait(self, now: float) -> None:
+        """Something waits."""
+        if self._since_s is None:
+            self._since_s = now
+
+    def let_in(self, num_tokens: int, now: float, is_empty: bool) -> None:
+        """A plan admits prompts of so many tokens; whether nothing waits any more."""
+        if self._since_s is not None:
+            self._waited_s += max(0.0, now - self._since_s)
+        self._since_s = None if is_empty else now
+        if num_tokens:
+            self._num_tokens += num_tokens
+            self._marks.append((self._waited_s, self._num_tokens))
+
+    def tokens_per_s(self, now: float) -> float | None:
+        """None where too little is known."""
+        if len(self._marks) < 2:
+            return None
+        waited_s = self._waited_s + (max(0.0, now - self._since_s) if self._since_s is not None else 0.0)
+        first_s, first_tokens = self._marks[0]
+        return (self._num_tokens - first_tokens) / (waited_s - first_s) if waited_s > first_s else None
+
+
+class Forecast:
+    """Of one epoch."""
+
+    def __init__(
+        self,
+        capacity: Capacity,
+        estimator: Estimator,
+        calibration: Calibration,
+        residency: Residency,
+        queue: WaitingQueue,
+    ) -> None:
+        self._capacity = capacity
+        self._estimator = estimator
+        self._calibration = calibration
+        self._residency = residency
+        self._queue = queue
+        self._prefill_tokens_per_s = prefill_tokens_per_s(estimator, knee_tokens(estimator, capacity.max_batch_tokens))
+        self.inflow = Inflow()
+        self._factor = 1.0
+
+    def learn(self, is_late: bool) -> None:
+        """How one came out that was let in though late ones are refused."""
+        step = _STEP if is_late else _STEP ** (-1 / _IN_TIME_PER_LATE)
+        self._factor = min(_HIGHEST, max(_LOWEST, self._factor * step))
+
+    def check(self, request: SequenceRequest, start_s: float, now: float) -> None:
+        """Raises LateError for what would come too late. An idle executor refuses nothing.
+
+        `start_s`: when the next plan begins to run. Takes no longer the more wait or run.
+        """
+        targets = request.targets
+        if targets is None or not request.service_class.refuses_late or self._is_idle():
+            return
+        decode_s = self._decode_s()
+        if decode_s > targets.tpot_s:
+            raise LateError(AdmissionReason.TPOT_UNREACHABLE, "tpot", targets.tpot_s, decode_s)
+        first_s = start_s - now + self._factor * self._first_token_s(request, now, decode_s / targets.tpot_s)
+        if first_s > targets.ttft_s:
+            raise LateError(AdmissionReason.TTFT_UNREACHABLE, "ttft", targets.ttft_s, first_s)
+
+    def _is_idle(self) -> bool:
+        return not (self._residency.sequences or len(self._queue))
+
+    def _decode_s(self) -> float:
+        """One token of each sequence on the GPU and of a new one, their contexts taken for whole blocks."""
+        num_decodes = self._residency.num_on(Tier.GPU) + 1
+        context = self._residency.used(Tier.GPU) * self._capacity.block_tokens
+        load = SubBatchLoad(num_gpu_decodes=num_decodes, gpu_context_tokens=context, num_outputs=num_decodes)
+        return self._estimator.iteration_s(load) * self._calibration.factor(Mode.GPU_ONLY)
+
+    def _first_token_s(self, request: SequenceRequest, now: float, decode_share: float) -> float:
+        num_begun = self._residency.num_tokens_to_prefill
+        num_waiting = self._num_ahead(request, now) + len(request.prompt)
+        share = max(_LEAST_SHARE, 1 - decode_share)
+        prefill_s = (num_begun + num_waiting) / (self._prefill_tokens_per_s * share)
+        num_roomless = num_waiting - max(0, self._residency.free(Tier.GPU)) * self._capacity.block_tokens
+        rate = self.inflow.tokens_per_s(now)
+        room_s = num_roomless / rate if num_roomless > 0 and rate else 0.0
+        return prefill_s * self._calibration.factor(Mode.GPU_ONLY) + room_s
+
+    def _num_ahead(self, request: SequenceRequest, now: float) -> int:
+        """Tokens of waiting prompts that would come before it."""
+        own, targets = request.service_class, request.targets
+        assert targets is not None
+        due_s = now + targets.ttft_s
+        num_own, above, beside = 0, self._queue.num_returned_tokens, list[ClassLanes]()
+        for lanes in self._queue.classes:
+            if lanes.service_class.name == own.name:
+                num_own = lanes.tokens.before(due_s)
+            elif lanes.service_class.priority > own.priority:
+                above += lanes.tokens.total + lanes.num_late_tokens
+            elif lanes.service_class.priority == own.priority:
+                beside.append(lanes)
+        # Another class of this priority gets its share of the time in which the own ones are computed, and no more.
+        num_computed = num_own + len(request.prompt)
+        shared = sum(
+            min(lanes.tokens.total + lanes.num_late_tokens, round(num_computed * lanes.service_class.share / own.share))
+            for lanes in beside
+        )
+        return num_own + above + shared
+
+
+def came_late(sequence: Sequence, now: float) -> bool:
+    """Whether its tokens after the first, the last of which comes at `now`, took too long on average."""
+    targets, first_s = sequence.request.targets, sequence.first_token_s
+    if targets is None or first_s is None:
+        return False
+    return now - first_s > targets.tpot_s * (len(sequence.outputs) - 1)

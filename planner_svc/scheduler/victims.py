@@ -1,0 +1,78 @@
+"""Which sequences yield their blocks in one plan: of the lowest priority first, then late ones, then the cheapest."""
+
+from heapq import heapify, heappop, heappush
+
+from planner_svc.scheduler.costs import Costs
+from planner_svc.scheduler.residency import Residency
+from planner_svc.scheduler.sequence import Sequence, State
+from svc_common.plan import Tier
+
+Ranked = tuple[int, bool, float, int, Sequence]
+"""Priority, whether its targets still hold, seconds to bring back a block of it, minus its place by arrival; itself."""
+
+
+class Victims:
+    """Made for each plan, in which beneficiaries come in order of arrival: who is older than one is never asked again.
+
+    All of a plan's evictions together cost no more than sorting the residents once.
+    """
+
+    def __init__(self, residency: Residency, costs: Costs) -> None:
+        self._residency = residency
+        self._costs = costs
+        self._ranked: dict[Tier, list[Ranked]] = {}
+        """Heaps, made when they are first needed."""
+
+    def take(self, tier: Tier, num_blocks: int, beneficiary: Sequence) -> list[Sequence] | None:
+        """Younger ones than the beneficiary that hold so many blocks of the tier together; None where there are none.
+
+        The last one is needed: the blocks of those before it are not enough.
+        """
+        if tier not in self._ranked:
+            self._ranked[tier] = [self._rank(item) for item in self._residency.sequences if item.tier is tier]
+            heapify(self._ranked[tier])
+        ranked, taken = self._ranked[tier], list[Ranked]()
+        while num_blocks > 0 and ranked:
+            best = heappop(ranked)
+            sequence = best[-1]
+            is_there = sequence.state is State.RUNNING and sequence.tier is tier
+            if is_there and sequence.sequence_id > beneficiary.sequence_id:
+                taken.append(best)
+                num_blocks -= len(sequence.blocks)
+        if num_blocks > 0:
+            for item in taken:
+                heappush(ranked, item)
+            return None
+        needed = []
+        for item in reversed(taken):  # The worst to lose first: what came cheaper may be enough without it.
+            if num_blocks + len(item[-1].blocks) <= 0:
+                num_blocks += len(item[-1].blocks)
+                heappush(ranked, item)
+            else:
+                needed.append(item[-1])
+        return needed
+
+    def arrive_on_host(self, sequence: Sequence) -> None:
+        """It was moved there in this plan, and may yet have to leave it."""
+        if Tier.HOST in self._ranked:
+            heappush(self._ranked[Tier.HOST], self._rank(sequence))
+
+    def swaps(self, sequence: Sequence) -> bool:
+        """Whether it moves to the host: where that is possible, and no dearer than computing it again."""
+        if sequence.tier is not Tier.GPU or self._residency.has_moved(sequence):
+            return False
+        num_blocks = len(sequence.blocks)
+        if self._residency.free(Tier.HOST) < num_blocks:
+            return False
+        return num_blocks * self._costs.swap_block_s() <= self._costs.recompute_s(sequence)
+
+    def _rank(self, sequence: Sequence) -> Ranked:
+        recompute_s = self._costs.recompute_s(sequence) / len(sequence.blocks)
+        cost_s = self._costs.swap_block_s() if self.swaps(sequence) else recompute_s
+        return (
+            sequence.request.service_class.priority,
+            not sequence.is_late,
+            cost_s,
+            -sequence.sequence_id,
+            sequence,
+        )

@@ -1,0 +1,190 @@
+"""Early refusal: what is predicted, what is learned, and what it does for those that are let in."""
+
+import random
+
+import pytest
+from support.machines import BOX
+from support.overload import run_classes
+from support.planning import make_capacity, make_estimator
+
+from planner_svc.estimator import Calibration
+from planner_svc.scheduler import AdmissionReason, LateError, SequenceRequest, ServiceClass, Targets
+from planner_svc.scheduler.forecast import Forecast, Inflow, came_late
+from planner_svc.scheduler.residency import Residency
+from planner_svc.scheduler.sequence import Sequence
+from planner_svc.scheduler.urgency import arrive
+from planner_svc.scheduler.waiting import WaitingQueue
+from planner_svc.simulator.spec import parse_profile
+from planner_svc.simulator.workload import Arrival
+from svc_common.plan import Sampling, Tier
+
+CAPACITY = make_capacity(50, 0, block_tokens=16, max_batch_tokens=512)
+"""Room for 800 tokens."""
+ESTIMATOR = make_estimator()
+RATE = 0.8 * 420 / 8.96e-3
+"""Of prefill, as in test_victims: 37,500 tokens a second."""
+CHAT = ServiceClass("chat", Targets(1.0, 1.0), refuses_late=True)
+
+
+class Door:
+    """A forecast and what it looks at."""
+
+    def __init__(self):
+        self.residency, self.queue = Residency(CAPACITY), WaitingQueue()
+        self.forecast = Forecast(CAPACITY, ESTIMATOR, Calibration(), self.residency, self.queue)
+        self.next_id = 1
+
+    def sequence(self, num_tokens, service_class=CHAT, arrival_s=0.0):
+        request = SequenceRequest(
+            (1,) * num_tokens, 9, Sampling(), frozenset(), service_class.targets, service_class=service_class
+        )
+        sequence = Sequence(self.next_id, request)
+        self.next_id += 1
+        arrive(sequence, arrival_s)
+        return sequence
+
+    def run(self, num_tokens):
+        """One that decodes on the GPU."""
+        sequence = self.sequence(num_tokens)
+        self.begin(sequence, num_tokens)
+
+    def begin(self, sequence, num_computed):
+        """Of its prompt, the rest is still to come."""
+        self.residency.admit(sequence, Tier.GPU)
+        sequence.advance_to(num_computed)
+        self.residency.note_prefilled(num_computed)
+
+    def wait(self, num_tokens, service_class=CHAT, arrival_s=0.0):
+        self.queue.append(self.sequence(num_tokens, service_class, arrival_s))
+
+    def predicted_s(self, num_tokens, service_class=CHAT, start_s=0.0):
+        """Of the first token: what a target that nothing reaches is refused with."""
+        refusing = ServiceClass(
+            service_class.name, Targets(1e-9, 1e3), service_class.priority, service_class.share, refuses_late=True
+        )
+        with pytest.raises(LateError) as refusal:
+            self.forecast.check(self.sequence(num_tokens, refusing).request, start_s, 0.0)
+        assert refusal.value.reason is AdmissionReason.TTFT_UNREACHABLE
+        return refusal.value.predicted_s
+
+
+def test_what_waits_and_what_is_begun_and_the_prompt_itself_are_computed_first():
+    door = Door()
+    door.run(16)
+    assert door.predicted_s(100) == pytest.approx(100 / RATE, rel=0.01)
+    assert door.predicted_s(100, start_s=2.0) == pytest.approx(2 + 100 / RATE, rel=0.01)
+    hasty = ServiceClass("chat", Targets(1e-10, 1e3))  # due before the one that is asked for
+    door.wait(200, hasty)
+    assert door.predicted_s(100) == pytest.approx(300 / RATE, rel=0.01)
+    begun = door.sequence(50)
+    door.begin(begun, 20)
+    assert door.predicted_s(100) == pytest.approx(330 / RATE, rel=0.01)
+    door.residency.leave(begun, begun.state.FINISHED)
+    door.wait(400)  # due later
+    assert door.predicted_s(100) == pytest.approx(300 / RATE, rel=0.01)
+
+
+def test_who_is_ahead_depends_on_priority_and_share():
+    door = Door()
+    door.run(16)
+    door.wait(100, ServiceClass("above", priority=1))
+    door.wait(50, ServiceClass("below", priority=-1))
+    assert door.predicted_s(100) == pytest.approx(200 / RATE, rel=0.01)
+    door.wait(300, ServiceClass("beside", share=0.5))
+    assert door.predicted_s(100) == pytest.approx(250 / RATE, rel=0.01)  # half of its own 100 tokens
+    door.queue.put_back(door.sequence(80, ServiceClass("below", priority=-1)))
+    assert door.predicted_s(100) == pytest.approx(330 / RATE, rel=0.01)
+
+
+def test_beyond_the_free_room_the_measured_rate_counts():
+    door = Door()
+    door.run(600)
+    unmeasured_s = door.predicted_s(260)
+    door.forecast.inflow.wait(0.0)
+    door.forecast.inflow.let_in(0, 0.0, is_empty=False)
+    door.forecast.inflow.let_in(100, -2.0, is_empty=False)
+    door.forecast.inflow.let_in(100, 0.0, is_empty=True)
+    # 600 tokens fill 38 blocks of 50: 192 tokens have room, 68 wait for it at 50 a second.
+    assert door.predicted_s(260) == pytest.approx(unmeasured_s + 68 / 50)
+    assert door.predicted_s(192) < 0.1
+
+
+def test_the_rate_counts_only_time_in_which_something_waits():
+    inflow = Inflow()
+    assert inflow.tokens_per_s(0.0) is None
+    for start_s in (0.0, 100.0):
+        inflow.wait(start_s)
+        inflow.let_in(30, start_s + 1, is_empty=False)
+        inflow.let_in(50, start_s + 3, is_empty=True)
+    # Between the first admission and the last: 50, 30 and 50 tokens in 2 + 1 + 2 seconds.
+    assert inflow.tokens_per_s(200.0) == pytest.approx(130 / 5)
+    inflow.wait(200.0)
+    assert inflow.tokens_per_s(205.0) == pytest.approx(130 / 10)  # nobody is let in for five more
+
+
+def test_a_pace_that_the_gpu_does_not_keep_is_refused():
+    door = Door()
+    door.run(16)
+    request = door.sequence(10, ServiceClass("chat", Targets(60, 1e-3), refuses_late=True)).request
+    with pytest.raises(LateError) as refusal:
+        door.forecast.check(request, 0.0, 0.0)
+    error = refusal.value
+    assert (error.reason, error.field, error.target_s) == (AdmissionReason.TPOT_UNREACHABLE, "tpot", 1e-3)
+    assert error.predicted_s == pytest.approx(2.2e-3, rel=0.05)
+
+
+@pytest.mark.parametrize("service_class", [CHAT, ServiceClass("chat", None, refuses_late=True)])
+def test_an_idle_executor_and_a_class_without_targets_refuse_nothing(service_class):
+    door = Door()
+    if service_class.targets is None:
+        door.run(700)
+        door.wait(10_000)
+    door.forecast.check(door.sequence(30_000_000, service_class).request, 0.0, 0.0)
+
+
+def test_outcomes_move_the_factor_and_it_stays_within_bounds():
+    door = Door()
+    door.run(16)
+    before_s = door.predicted_s(100)
+    door.forecast.learn(is_late=True)
+    assert door.predicted_s(100) == pytest.approx(1.25 * before_s)
+    for _ in range(40):
+        door.forecast.learn(is_late=False)
+    assert door.predicted_s(100) == pytest.approx(before_s)
+    for is_late, bound in ((True, 4.0), (False, 0.5)):
+        for _ in range(400):
+            door.forecast.learn(is_late)
+        assert door.predicted_s(100) == pytest.approx(bound * before_s)
+
+
+def test_a_pace_is_judged_on_average():
+    sequence = Door().sequence(5)
+    assert not came_late(sequence, 99.0)  # its first token has not come
+    sequence.first_token_s = 10.0
+    sequence.outputs = [1, 1, 1]
+    assert not came_late(sequence, 12.0)
+    assert came_late(sequence, 12.1)
+
+
+# --- what it is good for
+
+PROFILE = parse_profile(BOX, "box", "spec")
+
+
+def poisson(num_requests: int, rate: float, prompt: int, output: int) -> list[Arrival]:
+    rng, at_s, arrivals = random.Random(3), 0.0, []
+    for _ in range(num_requests):
+        at_s += rng.expovariate(rate)
+        arrivals.append(Arrival(at_s, rng.randint(1, 2 * prompt), rng.randint(1, 2 * output)))
+    return arrivals
+
+
+@pytest.mark.parametrize("rate", [20.0, 45.0, 120.0])
+def test_refusing_keeps_the_accepted_in_time_and_serves_no_fewer_of_them(rate):
+    load = poisson(700, rate, prompt=150, output=60)
+    queueing, refusing = (ServiceClass("chat", PROFILE.targets, refuses_late=refuses) for refuses in (False, True))
+    queued, met = (run_classes(PROFILE, [(item, kind) for item in load]) for kind in (queueing, refusing))
+    accepted = [item for item in met if item.refusal is None]
+    share = sum(item.in_time for item in accepted) / len(accepted)
+    assert share >= 0.95
+    assert sum(item.in_time for item in met) >= sum(item.in_time for item in queued)
