@@ -17,12 +17,14 @@ import torch
 from support.gpu import BLOCK_TOKENS, LIMITS, Driver, save_checkpoint
 from support.reference import Reference
 
+from gpu_svc import attention
 from gpu_svc.cpu_attention_client import attach_host_tier, region_shape
 from gpu_svc.executor import Executor
 from gpu_svc.host_tier import HostTier
 from gpu_svc.kv_cache import KvShape
 from gpu_svc.limits import Limits
 from gpu_svc.model.decoder import Decoder
+from svc_common.model.spec import ModelSpec
 from svc_common.model.store import ModelFiles, resolve
 
 MakeDriver = Callable[..., Driver]
@@ -80,6 +82,20 @@ def default_model() -> ModelFiles:
 def reference(checkpoint: Callable[[str], ModelFiles]) -> Callable[[str], Reference]:
     """transformers on a variant's files."""
     return lambda variant: Reference(checkpoint(variant))
+
+
+@pytest.fixture(params=["cpu", "torch"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels, as on device cpu, and torch's own operations, as on a GPU."""
+
+    def make_torch(
+        spec: ModelSpec, shape: KvShape, dtype: torch.dtype, device: torch.device
+    ) -> attention.TorchAttention:
+        assert isinstance(attention.make_backend(spec, shape, dtype, device), attention.CpuAttention)
+        return attention.TorchAttention(spec, shape.block_tokens, dtype, device)
+
+    if request.param == "torch":
+        monkeypatch.setattr("gpu_svc.epoch.make_backend", make_torch)
 
 
 @dataclass
