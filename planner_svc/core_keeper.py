@@ -4,8 +4,9 @@ import logging
 import time
 from collections import deque
 
-from planner_svc.cores import Change, CoreController, Sample
+from planner_svc.cores import Change, CoreController
 from planner_svc.counters import Counters
+from planner_svc.cpu_load import Sample
 from planner_svc.estimator import TableEstimator
 from planner_svc.executor_client import HostClient, HostStatus, ThreadsUnchangedError
 from svc_common.plan import IterationPlan, IterationResult
@@ -77,7 +78,8 @@ class CoreKeeper:
 
     async def adjust(self, host: HostClient) -> None:
         """Changes the threads where that is due. After a failure the next call tries again."""
-        self._wanted = change = self._wanted or self._controller.decide(time.monotonic())
+        is_attending = any(num_attended for num_attended, _ in self._planned)
+        self._wanted = change = self._wanted or self._controller.decide(time.monotonic(), is_attending)
         if change:
             try:
                 await host.set_threads(change.num_threads)
