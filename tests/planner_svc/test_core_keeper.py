@@ -10,7 +10,7 @@ from support.fake_workers import FakeExecutor, FakeHost
 from support.planner_rig import Rig, StartRig, first_delta, request, streaming
 
 from neoflex.v1 import inference_pb2 as pb
-from planner_svc import cores
+from planner_svc import cores, executor_loop
 
 ELASTIC = {"elastic": True, "max_threads": 4}
 FOREVER = 150
@@ -18,9 +18,10 @@ FOREVER = 150
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each look at the service decides."""
+    """Looks at the service are frequent, and each decides."""
     monkeypatch.setattr(cores, "_WINDOW_S", 0.0)
     monkeypatch.setattr(cores, "_IDLE_S", 0.5)
+    monkeypatch.setattr(executor_loop, "_PROBE_EVERY_S", 0.05)
 
 
 def host_only(threads_needed: int) -> FakeExecutor:
