@@ -19,7 +19,8 @@ PROMPT_TOKENS, NEW_TOKENS = 192, 400
 def test_threads_follow_the_load(start, prompts):
     stack = start(
         planner={"mode": "asymmetric"},
-        # All KV on the host, and the slowest kernel to attend over it: the executor waits most of the time.
+        # All KV on the host, in the type and with the kernel that take longest: the executor waits for it.
+        kv={"dtype": "fp16"},
         gpu={"kv_bytes": 0, "num_threads": 1},
         cpu_attn={"kv_bytes": "256MiB", "instruction_set": "scalar", "elastic": True, "max_threads": 2},
     )
