@@ -139,14 +139,11 @@ class CpuAttnConfig(Section):
 
     @model_validator(mode="after")
     def _has_threads_within_limits(self) -> "CpuAttnConfig":
-        if self.elastic and self.min_threads > (self.max_threads or self.min_threads):
+        most = self.max_threads or max(self.num_threads, self.min_threads)
+        if self.elastic and not self.min_threads <= self.num_threads <= most:
             raise ValueError(
-                f"min_threads is {self.min_threads}, max_threads {self.max_threads}: there is none between"
-            )
-        if self.elastic and not self.min_threads <= self.num_threads <= (self.max_threads or self.num_threads):
-            raise ValueError(
-                f"num_threads is {self.num_threads}: with elastic it must be from min_threads, {self.min_threads}, "
-                f"to max_threads, {self.max_threads or 'the cores there are'}"
+                f"with elastic, num_threads must be from min_threads, {self.min_threads}, "
+                f"to max_threads, {self.max_threads or 'the cores there are'}; is {self.num_threads}"
             )
         return self
 

@@ -106,7 +106,13 @@ class ScriptedInference(inference_pb2_grpc.InferenceServiceServicer):
     async def GetServerInfo(
         self, request: pb.GetServerInfoRequest, context: Context[Any, Any]
     ) -> pb.GetServerInfoResponse:
-        counters = pb.ServerCounters(gpu_only_iterations=40, asymmetric_iterations=2, cpu_attended_tokens=1234)
+        counters = pb.ServerCounters(
+            gpu_only_iterations=40,
+            asymmetric_iterations=2,
+            cpu_attended_tokens=1234,
+            cpu_threads_grown=3,
+            cpu_threads_shrunk=2,
+        )
         return pb.GetServerInfoResponse(
             version="0.1.0",
             uptime_s=12.5,
@@ -116,6 +122,8 @@ class ScriptedInference(inference_pb2_grpc.InferenceServiceServicer):
             gpu_blocks=64,
             host_blocks=128,
             cpu_attention_threads=2,
+            cpu_attention_min_threads=1,
+            cpu_attention_max_threads=4,
             counters=counters,
         )
 
