@@ -77,16 +77,17 @@ class CoreKeeper:
         self._inform()
 
     async def adjust(self, host: HostClient) -> None:
-        """Changes the threads where that is due. After a failure the next call tries again."""
+        """Changes the threads where that is due. After a failure the next call tries again, or something better."""
         is_attending = any(num_attended for num_attended, _ in self._planned)
-        self._wanted = change = self._wanted or self._controller.decide(time.monotonic(), is_attending)
+        self._wanted = change = self._controller.decide(time.monotonic(), is_attending) or self._wanted
         if change:
             try:
                 await host.set_threads(change.num_threads)
             except ThreadsUnchangedError as error:
                 logger.warning("CPU attention threads: not set to %d: %s", change.num_threads, error)
             else:
-                self._done(change)
+                if self._wanted is change:  # The epoch is still the same.
+                    self._done(change)
         self._inform()
 
     def _done(self, change: Change) -> None:

@@ -200,7 +200,7 @@ def test_without_limits_nothing_is_decided_and_the_scale_follows() -> None:
     assert controller.cpu_scale == pytest.approx(0.5)  # As measured.
     rig.num_threads = 16
     rig.run(1.5)
-    assert controller.cpu_scale == 0.0625
+    assert controller.cpu_scale == pytest.approx(0.125)  # Four times as fast as four.
     rig.run(10)
     assert controller.cpu_scale == pytest.approx(0.25)
     rig.num_threads = 4
