@@ -152,6 +152,8 @@ class Counters:
     planning_ns: int
     same_layer_iterations: int
     decoupled_iterations: int
+    cpu_threads_grown: int
+    cpu_threads_shrunk: int
 
     def since(self, earlier: "Counters") -> "Counters":
         """What was done between two looks."""
@@ -188,6 +190,9 @@ class ServerInfo:
     host_blocks: int
     """0 while no CPU attention service is attached."""
     cpu_attention_threads: int
+    cpu_attention_min_threads: int
+    """Within these the planner changes them; 0 where it leaves their number alone."""
+    cpu_attention_max_threads: int
     counters: Counters
     service_classes: tuple[ServiceClass, ...] = ()
     """By name."""

@@ -177,6 +177,8 @@ def server_info(response: pb.GetServerInfoResponse) -> ServerInfo:
         gpu_blocks=response.gpu_blocks,
         host_blocks=response.host_blocks,
         cpu_attention_threads=response.cpu_attention_threads,
+        cpu_attention_min_threads=response.cpu_attention_min_threads,
+        cpu_attention_max_threads=response.cpu_attention_max_threads,
         counters=Counters(**{item.name: getattr(response.counters, item.name) for item in fields(Counters)}),
         service_classes=tuple(_service_class(item) for item in response.service_classes),
     )

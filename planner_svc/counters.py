@@ -23,6 +23,8 @@ class Counters:
     cpu_wait_ns: int = 0
     cpu_attention_ns: int = 0
     planning_ns: int = 0
+    cpu_threads_grown: int = 0
+    cpu_threads_shrunk: int = 0
 
     def add(self, result: IterationResult) -> None:
         self.gpu_attended_tokens += result.gpu_attended_tokens

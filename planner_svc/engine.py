@@ -187,6 +187,11 @@ class Engine:
         self.counters.planning_ns += time.monotonic_ns() - start_ns
         return plan
 
+    @property
+    def num_on_host(self) -> int:
+        """Sequences with their KV there, by the latest plan."""
+        return self._scheduler.num_on_host if self._scheduler else 0
+
     def apply(self, result: IterationResult) -> tuple[TokenEvent, ...]:
         """Advances the sequences; the tokens are still to be delivered. The result is no failure."""
         assert self._scheduler is not None

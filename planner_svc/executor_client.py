@@ -29,6 +29,10 @@ class ExecutorLostError(Exception):
     """gpu_svc does not answer, or answers what it should not. Its sequences are gone."""
 
 
+class ThreadsUnchangedError(Exception):
+    """cpu_attn_svc does not say that it computes with the threads it was told."""
+
+
 @dataclass(frozen=True, slots=True)
 class EpochLimits:
     """What the planner promises to keep within."""
@@ -51,6 +55,8 @@ class Placement:
     """0 where no CPU attention service is attached."""
     cpu_attention_error: str
     cpu_attention_threads: int
+    cpu_attention_limits: tuple[int, int] | None = None
+    """Fewest and most threads that the planner sets; None where it leaves their number alone."""
 
 
 class ExecutorClient:
@@ -139,10 +145,12 @@ class HostStatus:
     region_epoch: int
     """0 where it has no region."""
     num_threads: int
+    max_threads: int
+    """That it allows."""
 
 
 class HostClient:
-    """Looks at cpu_attn_svc: is it there, and whose region does it hold. gpu_svc alone works with it."""
+    """Looks at cpu_attn_svc: is it there, whose region does it hold; and sizes it. gpu_svc alone works with it."""
 
     def __init__(self, address: str) -> None:
         self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
@@ -163,7 +171,14 @@ class HostClient:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise TimeoutError from error
             return None
-        return HostStatus(region_epoch=status.epoch, num_threads=status.num_threads)
+        return HostStatus(status.epoch, status.num_threads, status.max_threads)
+
+    async def set_threads(self, num_threads: int) -> None:
+        """From the next iteration on. Raises ThreadsUnchangedError where that is not certain."""
+        try:
+            await self._stub.SetThreads(cpu_attention_pb2.SetThreadsRequest(num_threads=num_threads), timeout=_PROBE_S)
+        except grpc.aio.AioRpcError as error:
+            raise ThreadsUnchangedError(f"{error.code().name}: {error.details()}") from error
 
     async def close(self) -> None:
         await self._channel.close(grace=None)

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum
 
+from planner_svc.core_keeper import CoreKeeper
 from planner_svc.engine import Engine
-from planner_svc.estimator import Estimator, OperationTables
+from planner_svc.estimator import OperationTables, TableEstimator
 from planner_svc.executor_client import (
     EpochLimits,
     ExecutorClient,
@@ -45,7 +46,7 @@ class EpochEnd(Enum):
 
 
 class ExecutorLoop:
-    """Owns the connections to gpu_svc and, to look at it only, cpu_attn_svc."""
+    """Owns the connections to gpu_svc and, to look at it and to size it, cpu_attn_svc."""
 
     def __init__(
         self,
@@ -54,7 +55,8 @@ class ExecutorLoop:
         host: HostClient | None,
         limits: EpochLimits,
         block_tokens: int,
-        make_estimator: Callable[[OperationTables], Estimator],
+        make_estimator: Callable[[OperationTables], TableEstimator],
+        cores: CoreKeeper,
         traces: Traces,
     ) -> None:
         """`host` is None where no CPU attention service is configured."""
@@ -64,10 +66,11 @@ class ExecutorLoop:
         self._limits = limits
         self._block_tokens = block_tokens
         self._make_estimator = make_estimator
+        self._cores = cores
         self._traces = traces
         self._tables: OperationTables | None = None
         self._capacity: Capacity | None = None
-        self._estimator: Estimator | None = None
+        self._estimator: TableEstimator | None = None
         self._epoch = time.time_ns()  # Later than any epoch of a planner before this one.
         self._driving = False
         self._requested_end: EpochEnd | None = None
@@ -124,6 +127,7 @@ class ExecutorLoop:
         if tables is not None:
             self._tables = tables
             self._estimator = self._make_estimator(tables)
+            self._cores.measured(self._estimator, placement.cpu_attention_threads)
         if self._estimator is None:
             raise ExecutorLostError("the executor measured no tables")
         self._capacity = Capacity(
@@ -148,6 +152,7 @@ class ExecutorLoop:
             placement.cpu_attention_threads,
             f"; {placement.cpu_attention_error}" if placement.cpu_attention_error else "",
         )
+        self._cores.begin_epoch()
         self._engine.open(self._capacity, self._estimator, self._epoch)
 
     async def _next_epoch(self, end: EpochEnd) -> None:
@@ -204,10 +209,12 @@ class ExecutorLoop:
                 else:
                     num_in_flight -= 1
                     tokens += self._engine.apply(result)
+                    self._cores.observe(result)
                     if result.trace is not None:
                         self._traces.publish(result.trace)
             # Plan first: the executor must not wait while text is made of tokens.
             while end is None and num_in_flight < PLANS_AHEAD and (plan := self._engine.plan()):
+                self._cores.planned(plan, self._engine.num_on_host)
                 await stream.send(replace(plan, trace=True) if self._traces.are_wanted else plan)
                 num_in_flight += 1
             self._engine.deliver(tokens)
@@ -241,6 +248,8 @@ class ExecutorLoop:
                 status = await host.status()
                 if self._driving and self._epoch == epoch:
                     self._compare(status)
+                    if status and status.region_epoch == epoch:
+                        await self._cores.adjust(host)
 
     def _compare(self, status: HostStatus | None) -> None:
         """`status` is None where nobody answers."""
@@ -249,8 +258,13 @@ class ExecutorLoop:
         if self._capacity.host_blocks > 0:
             if status is None or status.region_epoch != self._epoch:
                 self._request_end(EpochEnd.HOST_LOST)
-            else:  # Its threads change by RPC, without a word to us.
-                self.placement = replace(self.placement, cpu_attention_threads=status.num_threads)
+            else:
+                self._cores.note(status)
+                self.placement = replace(
+                    self.placement,
+                    cpu_attention_threads=status.num_threads,
+                    cpu_attention_limits=self._cores.limits,
+                )
         elif status is not None and time.monotonic() >= self._next_attach_s:
             self._request_end(EpochEnd.HOST_BACK)
 

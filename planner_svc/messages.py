@@ -71,6 +71,8 @@ def counters_message(counters: Counters, scheduler: SchedulerCounters) -> pb.Ser
         cpu_wait_ns=counters.cpu_wait_ns,
         cpu_attention_ns=counters.cpu_attention_ns,
         planning_ns=counters.planning_ns,
+        cpu_threads_grown=counters.cpu_threads_grown,
+        cpu_threads_shrunk=counters.cpu_threads_shrunk,
     )
 
 

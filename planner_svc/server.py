@@ -5,8 +5,10 @@ import contextlib
 
 from neoflex.v1 import inference_pb2, inference_pb2_grpc, trace_pb2, trace_pb2_grpc
 from planner_svc.classes import service_classes
+from planner_svc.core_keeper import CoreKeeper
+from planner_svc.cores import CoreController, ThreadLimits
 from planner_svc.engine import Engine
-from planner_svc.estimator import Estimator, OperationTables, TableEstimator
+from planner_svc.estimator import OperationTables, TableEstimator
 from planner_svc.executor_client import EpochLimits, ExecutorClient, HostClient
 from planner_svc.executor_loop import ExecutorLoop
 from planner_svc.servicer import InferenceServicer, ServedModel
@@ -35,12 +37,15 @@ class PlannerServer:
         self._host = HostClient(config.cpu_attn.listen) if expects_host else None
         limits = EpochLimits(planner.max_running_sequences, planner.max_batch_tokens, model.limits.max_sequence_tokens)
 
-        def make_estimator(tables: OperationTables) -> Estimator:
+        def make_estimator(tables: OperationTables) -> TableEstimator:
             return TableEstimator(tables, model.spec.num_layers)
 
+        host = config.cpu_attn
+        elastic = ThreadLimits(host.min_threads, host.max_threads or None) if host.elastic else None
+        cores = CoreKeeper(CoreController(elastic), self._engine.counters)
         traces = Traces()
         self._loop = ExecutorLoop(
-            self._engine, self._executor, self._host, limits, model.block_tokens, make_estimator, traces
+            self._engine, self._executor, self._host, limits, model.block_tokens, make_estimator, cores, traces
         )
         self._server = GrpcServer(planner.listen, [SERVICE_NAME, _TRACE_SERVICE_NAME])
         servicer = InferenceServicer(model, self._engine, classes, lambda: self._loop.placement)

@@ -123,6 +123,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             response.gpu_blocks = placement.gpu_blocks
             response.host_blocks = placement.host_blocks
             response.cpu_attention_threads = placement.cpu_attention_threads
+            least, most = placement.cpu_attention_limits or (0, 0)
+            response.cpu_attention_min_threads, response.cpu_attention_max_threads = least, most
         return response
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: Context) -> pb.GetLoadResponse:

@@ -167,12 +167,29 @@ class CpuAttnConfig(Section):
     """Size of the host KV pool. 0 runs without the service."""
     num_threads: Annotated[int, Field(ge=1)] = 1
     """Threads at start; changes live by RPC."""
+    elastic: bool = False
+    """The planner raises the number of threads while the executor waits for them, and lowers it while they idle.
+
+    Not by default: where the device is the CPU, threads beyond `num_threads` run on cores that gpu_svc computes on.
+    """
+    min_threads: Annotated[int, Field(ge=1)] = 1
+    """Fewest threads that the planner leaves."""
     max_threads: Annotated[int, Field(ge=0)] = 0
-    """Most threads by RPC; 0: the cores this process may use."""
+    """Most threads, by the planner or by RPC; 0: the cores this process may use."""
     instruction_set: Literal["auto", "scalar", "avx2", "avx512", "avx512_bf16", "neon"] = "auto"
     """Kernel to use; "auto": the best this processor runs."""
     segment_dir: Path = Path("/dev/shm")
     """Directory of the shared region."""
+
+    @model_validator(mode="after")
+    def _has_threads_within_limits(self) -> "CpuAttnConfig":
+        most = self.max_threads or max(self.num_threads, self.min_threads)
+        if self.elastic and not self.min_threads <= self.num_threads <= most:
+            raise ValueError(
+                f"with elastic, num_threads must be from min_threads, {self.min_threads}, "
+                f"to max_threads, {self.max_threads or 'the cores there are'}; is {self.num_threads}"
+            )
+        return self
 
 
 class Config(Section):

@@ -79,6 +79,7 @@ def counter_rows(counters: Counters) -> list[tuple[str, str]]:
         ("executor busy", f"{counters.executor_busy_ns / 1e9:.2f} s"),
         ("of it waiting for the CPU", f"{counters.cpu_wait_ns / 1e9:.2f} s"),
         ("CPU attention", f"{counters.cpu_attention_ns / 1e9:.2f} s"),
+        ("its threads grown, shrunk", f"{counters.cpu_threads_grown:,}, {counters.cpu_threads_shrunk:,} times"),
         ("planning", f"{counters.planning_ns / 1e9:.2f} s"),
     ]
 

@@ -40,7 +40,7 @@ def _table(address: str, model: ModelInfo, server: ServerInfo, load: Load) -> Ta
     table.add_row("architecture", f"{model.architecture}, {model.num_parameters / 1e6:,.0f} M parameters")
     table.add_row("context", f"{model.context_tokens:,} tokens")
     table.add_row("device", f"{server.device}, computes in {model.compute_dtype}, KV in {model.kv_dtype}")
-    table.add_row("CPU attention threads", str(server.cpu_attention_threads))
+    table.add_row("CPU attention threads", _threads(server))
     table.add_row("up for", f"{server.uptime_s:,.0f} s", end_section=True)
     table.add_row("KV on the GPU", _tier(load.gpu_blocks_used, load.gpu_blocks_total, server.block_bytes))
     table.add_row("KV on the host", _tier(load.host_blocks_used, load.host_blocks_total, server.block_bytes))
@@ -79,6 +79,13 @@ def _classes(server: ServerInfo, load: Load) -> Table:
 
 def _target(seconds: float | None) -> str:
     return "none" if seconds is None else f"{seconds:g} s"
+
+
+def _threads(server: ServerInfo) -> str:
+    if server.cpu_attention_max_threads == 0:
+        return str(server.cpu_attention_threads)
+    least, most = server.cpu_attention_min_threads, server.cpu_attention_max_threads
+    return f"{server.cpu_attention_threads}, elastic from {least} to {most}"
 
 
 def _tier(used: int, total: int, block_bytes: int) -> str:

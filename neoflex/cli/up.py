@@ -46,6 +46,7 @@ _TYPED = {
     ("gpu", "num_threads"): "--gpu-threads",
     ("cpu_attn", "kv_bytes"): "--host-kv-bytes",
     ("cpu_attn", "num_threads"): "--cpu-threads",
+    ("cpu_attn", "elastic"): "--elastic-cpu",
 }
 
 
@@ -94,6 +95,9 @@ def up(
     cpu_threads: Annotated[
         int | None, _setting(CpuAttnConfig, "num_threads", "Threads of attention on the CPU.")
     ] = None,
+    elastic_cpu: Annotated[
+        bool | None, _setting(CpuAttnConfig, "elastic", "Let the planner change these threads by load.")
+    ] = None,
     gpu_threads: Annotated[
         int | None, _setting(GpuConfig, "num_threads", "Threads of the cpu device; 0: what is left.")
     ] = None,
@@ -120,6 +124,7 @@ def up(
         ("gpu", "num_threads"): gpu_threads,
         ("cpu_attn", "kv_bytes"): host_kv_bytes,
         ("cpu_attn", "num_threads"): cpu_threads,
+        ("cpu_attn", "elastic"): elastic_cpu,
     }
     config = pin_model(effective_config(config_file, options))
     with run_directory(run_dir) as directory:

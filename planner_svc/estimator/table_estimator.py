@@ -12,6 +12,8 @@ class TableEstimator:
 
     def __init__(self, tables: OperationTables, num_layers: int) -> None:
         self._num_layers = num_layers
+        self.cpu_scale = 1.0
+        """On attention on the CPU, where other threads compute than those that were measured."""
         self._linear = _curve(tables.linear)
         self._prefill = (
             Surface((p.chunk_tokens, p.past_tokens, p.seconds) for p in tables.prefill) if tables.prefill else None
@@ -36,7 +38,7 @@ class TableEstimator:
 
     def cpu_decode_s(self, num_sequences: int, context_tokens: int) -> float:
         """Of one layer."""
-        return _decode_s(self._cpu_decode, num_sequences, context_tokens)
+        return self.cpu_scale * _decode_s(self._cpu_decode, num_sequences, context_tokens)
 
     def head_s(self, num_outputs: int) -> float:
         """Of one iteration."""

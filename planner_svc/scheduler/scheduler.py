@@ -337,6 +337,11 @@ class Scheduler:
         return self._residency.used(Tier.HOST)
 
     @property
+    def num_on_host(self) -> int:
+        """Sequences with their KV there."""
+        return self._residency.num_on(Tier.HOST)
+
+    @property
     def counters(self) -> Counters:
         return self._tally.counters
 

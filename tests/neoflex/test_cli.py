@@ -154,6 +154,8 @@ class TestStatus:
         assert lines["KV on the GPU"] == "3.0 MiB of 64.0 MiB, 3 of 64 blocks"
         assert lines["KV on the host"] == "5.0 MiB of 128.0 MiB, 5 of 128 blocks"
         assert lines["device"] == "cpu, computes in fp32, KV in fp16"
+        assert lines["CPU attention threads"] == "2, elastic from 1 to 4"
+        assert lines["its threads grown, shrunk"] == "3, 2 times"
         assert lines["requests waiting"] == "1 of at most 1,024"
         assert lines["iterations, GPU-only"] == "40"
         assert lines["iterations, asymmetric"] == "2"

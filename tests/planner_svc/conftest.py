@@ -14,7 +14,7 @@ from svc_common.config import parse
 
 @pytest.fixture
 async def start_rig() -> AsyncIterator[StartRig]:
-    """Called with an executor, a host or None, a model, and values for the planner's section."""
+    """Called with an executor, a host or None, a model, and values for the host's and the planner's section."""
     rigs: list[Rig] = []
 
     async def start(
@@ -22,6 +22,7 @@ async def start_rig() -> AsyncIterator[StartRig]:
         host: FakeHost | None = None,
         ready: bool = True,
         model: ServedModel = MODEL,
+        cpu_attn: dict[str, object] | None = None,
         **planner: object,
     ) -> Rig:
         executor = executor or FakeExecutor()
@@ -30,7 +31,7 @@ async def start_rig() -> AsyncIterator[StartRig]:
             {
                 "planner": {"listen": "127.0.0.1:0", **planner},
                 "gpu": {"listen": await executor.start()},
-                "cpu_attn": {"listen": await host.start()} if host else {"kv_bytes": 0},
+                "cpu_attn": {"listen": await host.start(), **(cpu_attn or {})} if host else {"kv_bytes": 0},
             },
             "test",
         )

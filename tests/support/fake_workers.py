@@ -50,6 +50,8 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
     block_tokens: int = 4
     num_layers: int = 2
     """As planner_rig.SPEC has."""
+    threads_needed: int = 1
+    """Of the host, for attention to stay hidden."""
 
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     fail_next: tuple[int, str] | None = None
@@ -155,9 +157,20 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
                 self._yield_token(sequence_id, result)
         self._check_blocks()
         result.timings.total_ns = 1000
+        if uses_host and self.host is not None:
+            self._attend_on_host(plan, result)
         if plan.trace:
             result.trace.CopyFrom(trace(plan))
         return result
+
+    def _attend_on_host(self, plan: executor_pb2.IterationPlan, result: executor_pb2.IterationResult) -> None:
+        """Attention takes as long as the rest with `threads_needed` threads, and is waited for with fewer."""
+        assert self.host is not None
+        result.cpu_attended_tokens = sum(len(batch.cpu_decode_sequence_ids) for batch in plan.sub_batches)
+        attention_ns = 1000 * self.threads_needed // self.host.num_threads
+        result.timings.cpu_attention_ns = attention_ns
+        result.timings.cpu_wait_ns = max(0, attention_ns - 1000)
+        result.timings.total_ns = max(1000, attention_ns)
 
     def _apply_changes(self, plan: executor_pb2.IterationPlan) -> None:
         for sequence_id in plan.released_sequence_ids:
@@ -222,6 +235,11 @@ class FakeHost(cpu_attention_pb2_grpc.CpuAttentionServiceServicer):
     def __init__(self) -> None:
         self.region_epoch = 0
         self.num_threads = 1
+        self.max_threads = 8
+        self.set_threads: list[int] = []
+        """Asked for, in order."""
+        self.keeps_threads = False
+        """Refuses to change them."""
         self.alive = False
         self.refuses = False
         self._address = "127.0.0.1:0"
@@ -245,7 +263,16 @@ class FakeHost(cpu_attention_pb2_grpc.CpuAttentionServiceServicer):
         return self.alive and not self.refuses
 
     async def GetCpuAttentionStatus(self, request: Any, context: Any) -> Any:  # noqa: N802
-        return cpu_attention_pb2.GetCpuAttentionStatusResponse(epoch=self.region_epoch, num_threads=self.num_threads)
+        return cpu_attention_pb2.GetCpuAttentionStatusResponse(
+            epoch=self.region_epoch, num_threads=self.num_threads, max_threads=self.max_threads
+        )
+
+    async def SetThreads(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self.set_threads.append(request.num_threads)
+        if self.keeps_threads:
+            await context.abort(grpc.StatusCode.INTERNAL, "not now")
+        self.num_threads = request.num_threads
+        return cpu_attention_pb2.SetThreadsResponse(num_threads=self.num_threads)
 
 
 def trace(plan: executor_pb2.IterationPlan) -> executor_pb2.IterationTrace:

@@ -132,6 +132,8 @@ class ScriptedInference(inference_pb2_grpc.InferenceServiceServicer):
             same_layer_iterations=7,
             decoupled_iterations=5,
             cpu_attended_tokens=1234,
+            cpu_threads_grown=3,
+            cpu_threads_shrunk=2,
         )
         return pb.GetServerInfoResponse(
             version="0.1.0",
@@ -142,6 +144,8 @@ class ScriptedInference(inference_pb2_grpc.InferenceServiceServicer):
             gpu_blocks=64,
             host_blocks=128,
             cpu_attention_threads=2,
+            cpu_attention_min_threads=1,
+            cpu_attention_max_threads=4,
             counters=counters,
             service_classes=[CHAT, pb.ServiceClass(name="default", is_default=True, share=1)],
         )

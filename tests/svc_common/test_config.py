@@ -29,6 +29,19 @@ GIB = 2**30
         ({"gpu": {"kv_bytes": "1 GiB or so"}}, "gpu.kv_bytes: not a size such as 64MiB, is '1 GiB or so'"),
         ({"gpu": {"kv_bytes": True}}, "gpu.kv_bytes: not a size such as 64MiB, is True"),
         ({"cpu_attn": {"kv_bytes": "99999999999TB"}}, "cpu_attn.kv_bytes: "),
+        (
+            {"cpu_attn": {"elastic": True, "num_threads": 5, "max_threads": 4}},
+            "cpu_attn: with elastic, num_threads must be from min_threads, 1, to max_threads, 4; is 5",
+        ),
+        (
+            {"cpu_attn": {"elastic": True, "min_threads": 2}},
+            "cpu_attn: with elastic, num_threads must be from min_threads, 2, to max_threads, the cores there are; ",
+        ),
+        (
+            {"cpu_attn": {"elastic": True, "min_threads": 3, "max_threads": 2, "num_threads": 3}},
+            "num_threads must be from min_threads, 3, to max_threads, 2; is 3",
+        ),
+        ({"cpu_attn": {"min_threads": 0}}, "cpu_attn.min_threads: must be greater than or equal to 1, is 0"),
         ({"planner": {"listen": ""}}, "planner.listen: "),
         ({"gpu": {"listen": "localhost"}}, """gpu.listen: must be "host:port" or "unix:path", is 'localhost'"""),
         ({"gpu": {"listen": "unix:"}}, "gpu.listen: "),
@@ -88,6 +101,12 @@ def test_without_classes_there_is_one_without_targets() -> None:
     assert Config().planner.classes == {"default": ClassConfig()}
     assert ClassConfig().ttft_s is None
     assert ClassConfig().on_overload == "queue"
+
+
+def test_limits_of_threads_bind_only_where_the_planner_changes_them() -> None:
+    assert not parse({"cpu_attn": {"num_threads": 5, "max_threads": 4}}, "test").cpu_attn.elastic
+    host = parse({"cpu_attn": {"elastic": True, "num_threads": 5, "min_threads": 5}}, "test").cpu_attn
+    assert (host.min_threads, host.num_threads, host.max_threads) == (5, 5, 0)
 
 
 @pytest.mark.parametrize("data", [b"[gpu\n", b"\xff\xfe[gpu]"])
