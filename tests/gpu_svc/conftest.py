@@ -46,8 +46,9 @@ def make_driver() -> Iterator[MakeDriver]:
         block_tokens: int = BLOCK_TOKENS,
         limits: Limits = LIMITS,
         kv_dtype: torch.dtype | None = None,
+        host_kv_dtype: torch.dtype | None = None,
     ) -> Driver:
-        shape = KvShape.of(decoder.spec, block_tokens, kv_dtype or decoder.dtype)
+        shape = KvShape.of(decoder.spec, block_tokens, kv_dtype or decoder.dtype, host_kv_dtype)
         host = cpu_attention.attach(decoder, shape, limits) if cpu_attention else None
         driver = Driver(Executor(decoder, shape, num_gpu_blocks * shape.block_bytes), host, limits)
         made.append(driver)

@@ -67,7 +67,7 @@ def to_blocks(values: Array, dtype: str) -> Array:
     """Values [..., 2, num_kv_heads, block_tokens, head_dim] as a pool holds them, the last two axes as one."""
     encoded = values if dtype == "int8" else encode(values, dtype)
     keys, values = encoded[..., 0, :, :, :], encoded[..., 1, :, :, :]
-    *outer, block_tokens, head_dim = keys.shape
+    block_tokens, head_dim = keys.shape[-2:]
     paired = head_dim // 2 * 2 if dtype in ("bf16", "int8") else 0
     keys = _interleaved(keys, paired)
     values = _interleaved(values.swapaxes(-2, -1), block_tokens // 2 * 2 if dtype == "int8" else 0)

@@ -13,7 +13,6 @@ from support.kernels import DTYPES, EACH_INSTRUCTION_SET, KV_DTYPES, RUNNABLE, C
 from svc_common.cpu_kernels import DecodeWork, choose_instruction_set
 from svc_common.tensor_plane import PlaneError
 
-
 Inputs = tuple[Array, Pool, Array, Array]
 
 
@@ -49,7 +48,9 @@ def run(case: Case, inputs: Inputs, instruction_set: str, num_threads: int = 1) 
 def run_and_compare(case: Case, context_tokens: list[int], instruction_set: str, num_threads: int, seed: int) -> None:
     inputs = q, layer, tables, context = fill(case, context_tokens, seed)
     out = run(case, inputs, instruction_set, num_threads)
-    want = attention(decode(q), layer.values(case.head_dim), tables, context, case.softmax_scale, case.window, case.softcap)
+    want = attention(
+        decode(q), layer.values(case.head_dim), tables, context, case.softmax_scale, case.window, case.softcap
+    )
     np.testing.assert_allclose(decode(out), want, rtol=0, atol=case.atol)
 
 
@@ -75,7 +76,9 @@ def test_every_head_ratio(instruction_set: str, heads: tuple[int, int], dtypes: 
 
 
 @EACH_INSTRUCTION_SET
-@pytest.mark.parametrize("dtypes", [("fp32", "fp32"), ("fp16", "fp32"), ("bf16", "fp32"), ("bf16", "bf16"), ("int8", "fp32")])
+@pytest.mark.parametrize(
+    "dtypes", [("fp32", "fp32"), ("fp16", "fp32"), ("bf16", "fp32"), ("bf16", "bf16"), ("int8", "fp32")]
+)
 @pytest.mark.parametrize("head_dim", [1, 8, 20, 32, 33, 64, 80, 96, 128, 192, 255, 256])
 def test_every_head_dimension(instruction_set: str, head_dim: int, dtypes: tuple[str, str]) -> None:
     case = Case(head_dim=head_dim, kv_dtype=dtypes[0], exchange_dtype=dtypes[1])
