@@ -9,9 +9,6 @@ import torch
 from support.gpu import BLOCK_TOKENS, Driver, load_decoder, load_torch_decoder
 from support.reference import Reference, Verdict
 
-from gpu_svc.attention import CpuAttention, TorchAttention, make_backend
-from gpu_svc.kv_cache import KvShape
-from svc_common.model.spec import ModelSpec
 from svc_common.model.store import ModelFiles
 from svc_common.plan import ExecutionError, NewSequence, PrefillChunk, SubBatch, Swap, Tier
 
@@ -28,18 +25,6 @@ def assert_reference_tokens(reference: Reference, driver: Driver, prompts: dict[
     for sequence_id, prompt in prompts.items():
         reference.judge(prompt, driver.tokens[sequence_id], verdict, str(sequence_id))
     assert not verdict.mismatches, str(verdict)
-
-
-@pytest.fixture(params=["cpu", "torch"])
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels, as on device cpu, and torch's own operations, as on a GPU."""
-
-    def make_torch(spec: ModelSpec, shape: KvShape, dtype: torch.dtype, device: torch.device) -> TorchAttention:
-        assert isinstance(make_backend(spec, shape, dtype, device), CpuAttention)
-        return TorchAttention(spec, shape.block_tokens, dtype, device)
-
-    if request.param == "torch":
-        monkeypatch.setattr("gpu_svc.epoch.make_backend", make_torch)
 
 
 @pytest.mark.usefixtures("backend")
