@@ -103,7 +103,7 @@ class Rig:
         block_tokens, spec = executor.kv_shape.block_tokens, executor.decoder.spec
         self.max_context_tokens = min(blocks_each * block_tokens, spec.context_tokens)
         # Any numbers cost the same; those of an unused pool might lie in one page.
-        host.blocks[:] = 0.01
+        host.blocks.elements[:] = 0.01
         self._num_layers = spec.num_layers // LAYERS_A_TURN
         self._next_layer = 0
         self._on_host = tuple(range(num_on_host))

@@ -17,7 +17,8 @@ import torch
 from support.gpu import BLOCK_TOKENS, LIMITS, Driver, save_checkpoint
 from support.reference import Reference
 
-from gpu_svc import attention
+from gpu_svc.attention import CpuAttention as CpuBackend
+from gpu_svc.attention import TorchAttention, make_backend
 from gpu_svc.cpu_attention_client import attach_host_tier, region_shape
 from gpu_svc.executor import Executor
 from gpu_svc.host_tier import HostTier
@@ -48,8 +49,9 @@ def make_driver() -> Iterator[MakeDriver]:
         block_tokens: int = BLOCK_TOKENS,
         limits: Limits = LIMITS,
         kv_dtype: torch.dtype | None = None,
+        host_kv_dtype: torch.dtype | None = None,
     ) -> Driver:
-        shape = KvShape.of(decoder.spec, block_tokens, kv_dtype or decoder.dtype)
+        shape = KvShape.of(decoder.spec, block_tokens, kv_dtype or decoder.dtype, host_kv_dtype)
         host = cpu_attention.attach(decoder, shape, limits) if cpu_attention else None
         driver = Driver(Executor(decoder, shape, num_gpu_blocks * shape.block_bytes), host, limits)
         made.append(driver)
@@ -58,6 +60,18 @@ def make_driver() -> Iterator[MakeDriver]:
     yield make
     for driver in made:
         driver.executor.close_epoch()
+
+
+@pytest.fixture(params=["cpu", "torch"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels, as on device cpu, and torch's own operations, as on a GPU."""
+
+    def make_torch(spec: ModelSpec, shape: KvShape, dtype: torch.dtype, device: torch.device) -> TorchAttention:
+        assert isinstance(make_backend(spec, shape, dtype, device), CpuBackend)
+        return TorchAttention(spec, shape.block_tokens, dtype, device)
+
+    if request.param == "torch":
+        monkeypatch.setattr("gpu_svc.epoch.make_backend", make_torch)
 
 
 @pytest.fixture(scope="session")
@@ -84,20 +98,6 @@ def reference(checkpoint: Callable[[str], ModelFiles]) -> Callable[[str], Refere
     return lambda variant: Reference(checkpoint(variant))
 
 
-@pytest.fixture(params=["cpu", "torch"])
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels, as on device cpu, and torch's own operations, as on a GPU."""
-
-    def make_torch(
-        spec: ModelSpec, shape: KvShape, dtype: torch.dtype, device: torch.device
-    ) -> attention.TorchAttention:
-        assert isinstance(attention.make_backend(spec, shape, dtype, device), attention.CpuAttention)
-        return attention.TorchAttention(spec, shape.block_tokens, dtype, device)
-
-    if request.param == "torch":
-        monkeypatch.setattr("gpu_svc.epoch.make_backend", make_torch)
-
-
 @dataclass
 class CpuAttention:
     """A real cpu_attn_svc process; epochs are counted up over all tests that share it."""
@@ -116,18 +116,18 @@ class CpuAttention:
 
 
 @pytest.fixture(scope="session")
-def start_cpu_attention() -> Iterator[Callable[[], CpuAttention]]:
-    """Starts processes with a pool of 4 MiB; all are ended with the session."""
+def start_cpu_attention() -> Iterator[Callable[..., CpuAttention]]:
+    """Starts processes with a pool of some size; all are ended with the session."""
     started: list[CpuAttention] = []
     with tempfile.TemporaryDirectory(prefix="nfx-") as directory:
 
-        def start() -> CpuAttention:
+        def start(pool: str = "4MiB") -> CpuAttention:
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
                 address = f"127.0.0.1:{free.getsockname()[1]}"
             config = Path(directory) / f"{len(started)}.toml"
             config.write_text(
-                f'[cpu_attn]\nlisten = "{address}"\nkv_bytes = "4MiB"\nnum_threads = 1\nsegment_dir = "{directory}"\n'
+                f'[cpu_attn]\nlisten = "{address}"\nkv_bytes = "{pool}"\nnum_threads = 1\nsegment_dir = "{directory}"\n'
             )
             process = subprocess.Popen([sys.executable, "-m", "cpu_attn_svc", "--config", str(config)])
             started.append(CpuAttention(process, address))

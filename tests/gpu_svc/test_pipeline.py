@@ -44,7 +44,7 @@ def test_everything_on_the_host(
     assert last.timings.cpu_attention_ns > 0
     assert 0 < last.timings.cpu_wait_ns < last.timings.total_ns
     swapped_out = sum(result.swapped_out_bytes for result in driver.results)
-    assert swapped_out == sum(map(len, PROMPTS.values())) * driver.executor.kv_shape.token_bytes
+    assert swapped_out == sum(map(len, PROMPTS.values())) * driver.executor.kv_shape.host_token_bytes
     assert_reference_tokens(reference(variant), driver)
 
 
@@ -189,7 +189,7 @@ def test_sixteen_bit_compute_runs_over_the_plane(
     assert epoch is not None
     assert epoch.host is not None
     gpu, host = (epoch.table.block_tables[epoch.table.slot_of[i], 0] for i in (1, 2))
-    torch.testing.assert_close(epoch.cache.blocks[:, gpu], epoch.host.blocks[:, host], rtol=0, atol=0)
+    torch.testing.assert_close(epoch.cache.blocks[:, gpu], epoch.host.blocks.elements[:, host], rtol=0, atol=0)
 
 
 def test_a_killed_service_ends_the_epoch(
