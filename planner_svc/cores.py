@@ -16,6 +16,10 @@ _WINDOW_S = 2.0
 """Least time between two changes: each is judged by what was seen in between."""
 _MIN_ITERATIONS = 8
 """With attention on the CPU, before anything is concluded from them."""
+_DOUBTFUL = 48
+"""Iterations before a change is taken back, unless the loss is gross."""
+_GROSS_LOSS = 0.85
+"""Of the attention per second."""
 _STALE_ITERATIONS = 3
 """After a change: planned before it, or taking the threads in."""
 _IDLE_S = 5.0
@@ -57,6 +61,11 @@ class _Trial:
     before: Window
     least_tokens_per_s: float = 0.0
     """Else it is taken back; 0: it stays."""
+
+    def is_open(self, window: Window) -> bool:
+        """Too little was gained, but it may be chance."""
+        is_bad = window.tokens_per_s < _GROSS_LOSS * self.before.tokens_per_s
+        return window.tokens_per_s < self.least_tokens_per_s and window.num_iterations < _DOUBTFUL and not is_bad
 
 
 class CoreController:
@@ -135,6 +144,8 @@ class CoreController:
             self._begin(self._num_threads, None, now)
             return self._clamped(limits) or self._idle(limits)
         if window.num_iterations < _MIN_ITERATIONS or now - window.start_s < _WINDOW_S:
+            return self._clamped(limits)
+        if self._trial and self._trial.is_open(window):
             return self._clamped(limits)
         trial, self._trial = self._trial, None
         self._complete, self._window = window, Window(now)

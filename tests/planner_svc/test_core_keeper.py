@@ -7,10 +7,22 @@ from typing import Any
 
 import pytest
 from support.fake_workers import FakeExecutor, FakeHost
-from support.planner_rig import Rig, StartRig, first_delta, request, streaming
+from support.planner_rig import Rig, StartRig, request
 
 from neoflex.v1 import inference_pb2 as pb
 from planner_svc import cores, executor_loop
+from planner_svc.core_keeper import CoreKeeper
+from planner_svc.counters import Counters
+from planner_svc.cpu_load import Sample
+from svc_common.plan import (
+    CohortStep,
+    IterationPlan,
+    IterationResult,
+    Mode,
+    PrefillChunk,
+    SubBatch,
+    Timings,
+)
 
 ELASTIC = {"elastic": True, "max_threads": 4}
 FOREVER = 150
@@ -40,7 +52,10 @@ class Load:
 
     async def end(self) -> None:
         self._task.cancel()
-        await asyncio.wait([self._task])
+        await self.until_lost()
+
+    async def until_lost(self) -> None:
+        await asyncio.gather(self._task, return_exceptions=True)
 
 
 async def info_of(rig: Rig) -> pb.GetServerInfoResponse:
@@ -103,6 +118,23 @@ async def test_a_refusal_is_no_more_than_that(start_rig: StartRig, caplog: pytes
     await load.end()
 
 
+async def test_a_service_that_does_not_answer_holds_up_nobody(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    host = FakeHost()
+    host.says_so.clear()
+    rig = await start_rig(host_only(threads_needed=2), host, cpu_attn=ELASTIC, mode="asymmetric")
+    load = Load(rig)
+    await rig.until(lambda: host.set_threads == [2])
+    monkeypatch.setattr(cores, "_MIN_ITERATIONS", 10**9)  # The next look is to find this change alone.
+    assert len((await rig.stub.Generate(request("abc", max_tokens=3))).token_ids) == 3
+    assert "CPU attention threads" not in caplog.text  # It is still being waited for.
+    await rig.until(tells(rig, 2))
+    assert "CPU attention threads: not set to 2: DEADLINE_EXCEEDED" in caplog.text
+    assert (await info_of(rig)).counters.cpu_threads_grown == 1
+    await load.end()
+
+
 async def test_a_change_by_somebody_else_is_taken_over(start_rig: StartRig) -> None:
     host = FakeHost()
     rig = await start_rig(host_only(threads_needed=2), host, cpu_attn=ELASTIC, mode="asymmetric")
@@ -117,12 +149,10 @@ async def test_a_change_by_somebody_else_is_taken_over(start_rig: StartRig) -> N
 async def test_a_service_that_is_back_grows_again(start_rig: StartRig) -> None:
     host = FakeHost()
     rig = await start_rig(host_only(threads_needed=2), host, cpu_attn=ELASTIC, mode="asymmetric")
-    stream = rig.stub.GenerateStream(streaming(request("the", max_tokens=FOREVER)))
-    await first_delta(stream)
     load = Load(rig)
     await rig.until(lambda: host.num_threads == 2)
     await host.kill()
-    await asyncio.wait([load._task])
+    await load.until_lost()
     host.num_threads = 1
     await host.start()
     await rig.until_ready()
@@ -130,4 +160,26 @@ async def test_a_service_that_is_back_grows_again(start_rig: StartRig) -> None:
     await rig.until(lambda: host.num_threads == 2)
     assert host.set_threads == [2, 2]
     await load.end()
-    stream.cancel()
+
+
+def test_what_a_plan_leaves_out_is_told_with_its_result() -> None:
+    seen: list[Sample] = []
+
+    class Listener(cores.CoreController):
+        def observe(self, sample: Sample, now: float) -> None:
+            seen.append(sample)
+
+    keeper = CoreKeeper(Listener(None), Counters())
+    batches = (SubBatch(prefills=(PrefillChunk(9, 0, 4),), cpu_decodes=(1, 2)), SubBatch(cpu_decodes=(3,)))
+    keeper.planned(IterationPlan(1, 1, Mode.ASYMMETRIC, sub_batches=batches), num_on_host=7)
+    keeper.planned(IterationPlan(1, 2, Mode.DECOUPLED, cohort=CohortStep((1, 2), 0, 3)), num_on_host=6)
+    timings = Timings(total_ns=4_000_000_000, cpu_wait_ns=1_000_000_000, cpu_attention_ns=3_000_000_000)
+    keeper.observe(IterationResult(1, 1, timings=timings, cpu_attended_tokens=50))
+    keeper.observe(IterationResult(1, 2, timings=timings, cpu_attended_tokens=60))
+    assert seen == [Sample(4.0, 1.0, 3.0, 50, 3, 3), Sample(4.0, 1.0, 3.0, 60, 2, 4)]
+    # An epoch that ends leaves plans without results.
+    keeper.planned(IterationPlan(1, 3, Mode.GPU_ONLY), num_on_host=5)
+    keeper.begin_epoch()
+    keeper.planned(IterationPlan(2, 1, Mode.GPU_ONLY), num_on_host=1)
+    keeper.observe(IterationResult(2, 1))
+    assert seen[2] == Sample(0.0, 0.0, 0.0, 0, 0, 1)

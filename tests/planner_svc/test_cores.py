@@ -35,6 +35,7 @@ class Machine:
     """Where both processors share their cores."""
     noise: float = 0.0
     now: float = 0.0
+    num_iterations: int = 0
     history: list[int] = field(default_factory=list)
     """Threads after each change."""
     random: Random = field(default_factory=lambda: Random(7))
@@ -47,6 +48,7 @@ class Machine:
         end_s, look_s = self.now + duration_s, self.now + 1
         while self.now < end_s:
             sample = self._iterate()
+            self.num_iterations += 1
             self.now += sample.total_s
             self.controller.observe(sample, self.now)
             if self.now >= look_s:
@@ -153,6 +155,21 @@ def test_noise_makes_no_oscillation(attention_s: float, hidden_s: float, speedup
     settled = len(rig.history)
     rig.run(HOUR_S / 2)
     assert len(rig.history) - settled <= 4
+
+
+@pytest.mark.parametrize("attention_s", [0.01, 0.055, 0.3, 1.0])
+@pytest.mark.parametrize("speedup", [linear, lambda num_threads: min(num_threads, 3)])
+def test_it_comes_close_to_the_best_fixed_number(attention_s: float, speedup: Callable[[int], float]) -> None:
+    elastic = machine(attention_s=attention_s, speedup=speedup, noise=0.3)
+    elastic.run(600)
+    fixed = [
+        Machine(CoreController(None), num_threads=n, attention_s=attention_s, speedup=speedup, noise=0.3)
+        for n in (1, 2, 3, 4, 6, 8, 16, 24, 32, 64)
+    ]
+    for rig in fixed:
+        rig.run(60)
+    # The first seconds, with one thread, included.
+    assert elastic.num_iterations >= 0.9 * 10 * max(rig.num_iterations for rig in fixed)
 
 
 def test_sequences_that_are_left_out_call_for_threads() -> None:

@@ -243,6 +243,9 @@ class FakeHost(cpu_attention_pb2_grpc.CpuAttentionServiceServicer):
         """Asked for, in order."""
         self.keeps_threads = False
         """Refuses to change them."""
+        self.says_so = asyncio.Event()
+        """Cleared: it changes them and does not answer."""
+        self.says_so.set()
         self.alive = False
         self.refuses = False
         self._address = "127.0.0.1:0"
@@ -275,6 +278,7 @@ class FakeHost(cpu_attention_pb2_grpc.CpuAttentionServiceServicer):
         if self.keeps_threads:
             await context.abort(grpc.StatusCode.INTERNAL, "not now")
         self.num_threads = request.num_threads
+        await self.says_so.wait()
         return cpu_attention_pb2.SetThreadsResponse(num_threads=self.num_threads)
 
 
