@@ -12,7 +12,7 @@ from neoflex.channel import DEFAULT_ADDRESS
 from neoflex.cli.arguments import ServerAddress
 from neoflex.cli.output import counter_rows, explain_device, out, size
 from neoflex.client import Client
-from neoflex.types import Load, ModelInfo, ServerInfo
+from neoflex.types import ClassLoad, Load, ModelInfo, ServerInfo
 
 
 def status(
@@ -60,28 +60,27 @@ def _table(address: str, model: ModelInfo, server: ServerInfo, load: Load) -> Ta
 
 
 def _classes(server: ServerInfo, load: Load) -> Table:
-    table = Table("class", title="Service classes", title_justify="left")
-    for column in ("TTFT", "TPOT", "priority", "share", "running", "waiting", "in time", "late", "refused"):
+    """Fits 80 columns beside names of usual length."""
+    default = next((item.name for item in server.service_classes if item.is_default), "none")
+    title = f"\nService classes, {default} by default"
+    table = Table("class", title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for column in ("TTFT/TPOT, s", "priority", "share", "runs", "waits", "in time", "late", "refused"):
         table.add_column(column, justify="right")
     loads = {item.name: item for item in load.classes}
     for item in server.service_classes:
-        now = loads.get(item.name)
+        now = loads.get(item.name, ClassLoad(item.name, 0, 0))
         table.add_row(
-            f"{item.name}, the default" if item.is_default else item.name,
-            _target(item.ttft_s),
-            _target(item.tpot_s),
+            item.name,
+            "none" if item.ttft_s is None else f"{item.ttft_s:g}/{item.tpot_s:g}",
             str(item.priority),
             f"{item.share:g}",
-            *((f"{now.running_requests:,}", f"{now.waiting_requests:,}") if now else ("0", "0")),
+            f"{now.running_requests:,}",
+            f"{now.waiting_requests:,}",
             f"{item.requests_in_time:,}",
             f"{item.requests_late:,}",
             f"{item.requests_refused:,}" if item.refuses_late else "never",
         )
     return table
-
-
-def _target(seconds: float | None) -> str:
-    return "none" if seconds is None else f"{seconds:g} s"
 
 
 def _threads(server: ServerInfo) -> str:

@@ -8,6 +8,7 @@ late, and falls with each that came in time, so that about one of `_IN_TIME_PER_
 """
 
 from collections import deque
+from collections.abc import Iterable
 
 from planner_svc.estimator import Calibration, Estimator, SubBatchLoad
 from planner_svc.scheduler.admission import AdmissionReason, LateError
@@ -81,9 +82,32 @@ class Forecast:
         self._prefill_tokens_per_s = prefill_tokens_per_s(estimator, knee_tokens(estimator, capacity.max_batch_tokens))
         self.inflow = Inflow()
         self._factor = 1.0
+        self._overdue: set[int] = set()
+        """Known to be late before their first token came."""
 
-    def learn(self, is_late: bool) -> None:
-        """How one came out that was let in though late ones are refused."""
+    def note_overdue(self, sequences: Iterable[Sequence]) -> None:
+        """Their first token did not come in time. It may be long until it does, and whoever comes now needs to know."""
+        for sequence in sequences:
+            if _was_foretold(sequence):
+                self._overdue.add(sequence.sequence_id)
+                self._learn(is_late=True)
+
+    def note_first_token(self, sequence: Sequence) -> None:
+        """It came, in time or not."""
+        if _was_foretold(sequence) and sequence.sequence_id not in self._overdue:
+            self._learn(sequence.is_late)
+
+    def note_last_token(self, sequence: Sequence, now: float) -> None:
+        """It came; whether all came in time is known."""
+        is_known = sequence.is_late or sequence.sequence_id in self._overdue
+        if _was_foretold(sequence) and not is_known and came_late(sequence, now):
+            self._learn(is_late=True)
+
+    def forget(self, sequence_id: int) -> None:
+        """It ended, however."""
+        self._overdue.discard(sequence_id)
+
+    def _learn(self, is_late: bool) -> None:
         step = _STEP if is_late else _STEP ** (-1 / _IN_TIME_PER_LATE)
         self._factor = min(_HIGHEST, max(_LOWEST, self._factor * step))
 
@@ -142,6 +166,10 @@ class Forecast:
             for lanes in beside
         )
         return num_own + above + shared
+
+
+def _was_foretold(sequence: Sequence) -> bool:
+    return sequence.request.service_class.refuses_late and sequence.request.targets is not None
 
 
 def came_late(sequence: Sequence, now: float) -> bool:

@@ -11,7 +11,7 @@ from planner_svc.scheduler.batch import Batch
 from planner_svc.scheduler.costs import Costs
 from planner_svc.scheduler.decision import decide
 from planner_svc.scheduler.events import Applied, Counters, Tally, TokenEvent
-from planner_svc.scheduler.forecast import Forecast, came_late
+from planner_svc.scheduler.forecast import Forecast
 from planner_svc.scheduler.limits import Capacity, ModePolicy
 from planner_svc.scheduler.pace import Mix
 from planner_svc.scheduler.placement import Placement
@@ -111,6 +111,7 @@ class Scheduler:
         if sequence is None:
             return
         self._mix.finish(sequence)
+        self._forecast.forget(sequence_id)
         if sequence.state is State.RUNNING:
             self._residency.leave(sequence, State.FINISHED)
         elif sequence.state is State.WAITING:
@@ -136,7 +137,7 @@ class Scheduler:
             return None
         self._gone.clear()
         placement, residency = self._placement, self._residency
-        self._queue.refresh(now)
+        self._forecast.note_overdue(self._queue.refresh(now))
         placement.retire_spent()
         placement.swap_in()
         start_s = self._start_s(now)
@@ -260,11 +261,9 @@ class Scheduler:
 
     def _take_token(self, sequence: Sequence, token_id: int, result: IterationResult, now: float) -> TokenEvent:
         sequence.num_in_flight -= 1
-        learns = sequence.request.service_class.refuses_late and sequence.request.targets is not None
         if not sequence.outputs:
             take_first_token(sequence, now)
-            if learns:
-                self._forecast.learn(sequence.is_late)
+            self._forecast.note_first_token(sequence)
         sequence.outputs.append(token_id)
         finish: Literal["end_token", "length"] | None = None
         if token_id in sequence.request.end_token_ids:
@@ -272,8 +271,7 @@ class Scheduler:
         elif len(sequence.outputs) == sequence.request.max_new_tokens:
             finish = "length"
         if finish:
-            if learns and not sequence.is_late and came_late(sequence, now):
-                self._forecast.learn(is_late=True)
+            self._forecast.note_last_token(sequence, now)
             self.finish(sequence.sequence_id)
         return TokenEvent(sequence.sequence_id, token_id, result.logprobs.get(sequence.sequence_id), finish)
 

@@ -44,13 +44,16 @@ class ClassLanes:
             self.untargeted[sequence.sequence_id] = sequence
         self.tokens.add(sequence.due_s, sequence.num_tokens)
 
-    def set_aside_late(self, now: float) -> None:
+    def set_aside_late(self, now: float) -> list[Sequence]:
+        """Those whose first token is overdue; returns them."""
         num_late = bisect_left(self.due, (now, 0), key=_due)
-        for sequence in self.due[:num_late]:
+        overdue = self.due[:num_late]
+        for sequence in overdue:
             self.late[sequence.sequence_id] = sequence
             self.tokens.add(sequence.due_s, -sequence.num_tokens)
             self.num_late_tokens += sequence.num_tokens
         del self.due[:num_late]
+        return overdue
 
     def remove(self, sequence: Sequence) -> None:
         if self.late.pop(sequence.sequence_id, None) is not None:
@@ -142,12 +145,15 @@ class WaitingQueue:
         else:
             self._classes[sequence.request.service_class.name].remove(sequence)
 
-    def refresh(self, now: float) -> None:
-        """Sets aside those whose first token is overdue, and notes which classes compete for the next plan."""
-        for lanes in self._classes.values():
-            lanes.set_aside_late(now)
+    def refresh(self, now: float) -> list[Sequence]:
+        """Sets aside those whose first token is overdue, and notes which classes compete for the next plan.
+
+        Returns those that were set aside now.
+        """
+        overdue = [sequence for lanes in self._classes.values() for sequence in lanes.set_aside_late(now)]
         if not self.shares.is_single:
             self.shares.compete(self._competing(now))
+        return overdue
 
     def _competing(self, now: float) -> set[str]:
         """Classes of the highest priority that waits, and those in which one has waited too long."""

@@ -146,15 +146,36 @@ def test_outcomes_move_the_factor_and_it_stays_within_bounds():
     door = Door()
     door.run(16)
     before_s = door.predicted_s(100)
-    door.forecast.learn(is_late=True)
+    late, in_time = door.sequence(10), door.sequence(10)
+    late.is_late = True
+    door.forecast.note_first_token(late)
     assert door.predicted_s(100) == pytest.approx(1.25 * before_s)
     for _ in range(40):
-        door.forecast.learn(is_late=False)
+        door.forecast.note_first_token(in_time)
     assert door.predicted_s(100) == pytest.approx(before_s)
-    for is_late, bound in ((True, 4.0), (False, 0.5)):
+    for sequence, bound in ((late, 4.0), (in_time, 0.5)):
         for _ in range(400):
-            door.forecast.learn(is_late)
+            door.forecast.note_first_token(sequence)
         assert door.predicted_s(100) == pytest.approx(bound * before_s)
+
+
+def test_one_request_counts_as_late_once_and_as_soon_as_that_is_known():
+    door = Door()
+    door.run(16)
+    before_s = door.predicted_s(100)
+    sequence = door.sequence(10)
+    door.forecast.note_overdue([sequence, door.sequence(10, ServiceClass("queueing", CHAT.targets))])
+    assert door.predicted_s(100) == pytest.approx(1.25 * before_s)
+    sequence.is_late, sequence.first_token_s, sequence.outputs = True, 10.0, [1, 1]
+    door.forecast.note_first_token(sequence)
+    door.forecast.note_last_token(sequence, 99.0)
+    assert door.predicted_s(100) == pytest.approx(1.25 * before_s)
+    slow = door.sequence(10)
+    slow.first_token_s, slow.outputs = 10.0, [1, 1]
+    door.forecast.note_last_token(slow, 11.0)
+    assert door.predicted_s(100) == pytest.approx(1.25 * before_s)
+    door.forecast.note_last_token(slow, 11.1)
+    assert door.predicted_s(100) == pytest.approx(1.25**2 * before_s)
 
 
 def test_a_pace_is_judged_on_average():

@@ -113,7 +113,8 @@ def test_in_a_class_the_first_due_comes_first_whatever_came_first():
         arrive(sequence, 0.0)
         queue.append(sequence)
     assert ids(queue.first(2)) == [2, 1]
-    queue.refresh(now=2.0)
+    assert ids(queue.refresh(now=2.0)) == [2]
+    assert queue.refresh(now=2.0) == []
     assert ids(queue.first(2)) == [1, 3, 2]
     for sequence in list(queue):
         queue.remove(sequence)
