@@ -1,0 +1,85 @@
+"""Draws what was found: curves over the rates, or the capacities as bars."""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from planner_svc.simulator.metrics import Metrics
+from planner_svc.simulator.study import Outcome
+
+_COLOURS = ("#1f5fa8", "#c2571a", "#2e8b57", "#8a4fae", "#b0892f", "#6b6b6b")
+_STYLES = ("-", "--", ":")
+_PANELS: tuple[tuple[str, bool, tuple[tuple[str, Callable[[Metrics], float]], ...]], ...] = (
+    ("share of requests in time", False, (("", lambda m: m.slo),)),
+    ("requests/s", False, (("over the whole run", lambda m: m.thr_makespan), ("in time", lambda m: m.goodput))),
+    ("mean latency / output tokens, s", True, (("", lambda m: m.pertok_mean),)),
+    (
+        "TTFT, s",
+        True,
+        (("p50", lambda m: m.ttft_p50), ("p95", lambda m: m.ttft_p95), ("p99", lambda m: m.ttft_p99)),
+    ),
+    (
+        "TPOT, s",
+        True,
+        (("p50", lambda m: m.tpot_p50), ("p95", lambda m: m.tpot_p95), ("p99", lambda m: m.tpot_p99)),
+    ),
+    ("longest gap between two tokens, s", True, (("p50", lambda m: m.gap_p50), ("max", lambda m: m.gap_max))),
+)
+"""Title, whether the scale is logarithmic, and its lines."""
+
+
+def draw_curves(outcomes: Sequence[Outcome], title: str, path: Path) -> None:
+    """Writes a PNG. Each case is a colour; its rates, at least two, rise along the axes."""
+    cases = list(dict.fromkeys(outcome.case for outcome in outcomes))
+    figure = Figure(figsize=(15, 8), dpi=110, layout="constrained")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    all_axes: list[Axes] = list(figure.subplots(2, 3).flat)
+    for axes, (name, is_logarithmic, lines) in zip(all_axes, _PANELS, strict=True):
+        for number, case in enumerate(cases):
+            colour = _COLOURS[number % len(_COLOURS)]
+            found = sorted((o.rate, o.metrics) for o in outcomes if o.case == case and o.metrics is not None)
+            for (line, value), style in zip(lines, _STYLES, strict=False):
+                points = [(rate, value(metrics)) for rate, metrics in found]
+                label = case.label if line == lines[0][0] else None
+                _line(axes, points, is_logarithmic, color=colour, linestyle=style, label=label)
+        named = ", ".join(f"{line} {style}" for (line, _), style in zip(lines, _STYLES, strict=False) if line)
+        axes.set_title(f"{name}   {named}", loc="left", fontsize=9)
+        axes.set_xlabel("requests/s that arrive", fontsize=8)
+        _finish(axes)
+    handles, labels = all_axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    figure.savefig(path, format="png")
+
+
+def draw_capacities(outcomes: Sequence[Outcome], title: str, path: Path) -> None:
+    """Writes a PNG: a bar for each case."""
+    figure = Figure(figsize=(10, 1.2 + 0.35 * len(outcomes)), dpi=110, layout="constrained")
+    axes = figure.subplots()
+    places = range(len(outcomes), 0, -1)
+    policies = list(dict.fromkeys(outcome.case.policy for outcome in outcomes))
+    colours = [_COLOURS[policies.index(outcome.case.policy) % len(_COLOURS)] for outcome in outcomes]
+    bars = axes.barh(places, [outcome.rate for outcome in outcomes], color=colours)
+    axes.bar_label(bars, [f" {outcome.rate:.3g}" if outcome.rate else " none" for outcome in outcomes], fontsize=8)
+    axes.set_yticks(places, [outcome.case.label for outcome in outcomes], fontsize=8)
+    axes.set_xlabel("requests/s", fontsize=8)
+    axes.set_title(title, loc="left", fontsize=10)
+    _finish(axes)
+    figure.savefig(path, format="png")
+
+
+def _line(axes: Axes, points: Sequence[tuple[float, float]], is_logarithmic: bool, **look: str | None) -> None:
+    """Without the points that have no value, or none that the scale shows."""
+    shown = [(x, y) for x, y in points if math.isfinite(y) and (y > 0 or not is_logarithmic)]
+    if is_logarithmic and shown:
+        axes.set_yscale("log")
+    axes.plot([x for x, _ in shown], [y for _, y in shown], marker=".", linewidth=1.4, **look)  # type: ignore[arg-type]
+
+
+def _finish(axes: Axes) -> None:
+    axes.tick_params(labelsize=8)
+    axes.grid(alpha=0.25)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
