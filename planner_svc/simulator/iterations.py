@@ -1,8 +1,8 @@
 """Writes simulated iterations as Chrome's trace events, which https://ui.perfetto.dev and chrome://tracing show.
 
 Five lanes: what each iteration is, and how long GPU, CPU and either way of the link work in it. The estimator says how
-long a lane works, not when: its work is drawn from the iteration's start, and what is left of it as a bubble. Events
-are written as they come, so that memory does not grow with the run.
+long a lane works, not when: its work is drawn from the iteration's start, and what is left of it as a bubble if it is a
+processor that works at all. Events are written as they come, so that memory does not grow with the run.
 """
 
 import json
@@ -57,7 +57,7 @@ class _Writer:
             if worked_s > 0:
                 self._span(mode, tid, start_s, min(worked_s, total_s), {"worked_s": worked_s})
         for tid, worked_s in lanes:
-            if worked_s < total_s:
+            if 0 < worked_s < total_s:
                 self._span("bubble", tid, start_s + worked_s, total_s - worked_s, {})
         self._counter("requests", start_s, running=policy.num_running, waiting=policy.num_waiting)
         self._counter("KV blocks", start_s, GPU=policy.gpu_blocks_used, host=policy.host_blocks_used)

@@ -11,7 +11,8 @@ from planner_svc.simulator.metrics import Metrics
 from planner_svc.simulator.study import Outcome
 
 _COLOURS = ("#1f5fa8", "#c2571a", "#2e8b57", "#8a4fae", "#b0892f", "#6b6b6b")
-_STYLES = ("-", "--", ":")
+_MARKERS = "osv^Dx"
+_STYLES = {"solid": "-", "dashed": "--", "dotted": ":"}
 _PANELS: tuple[tuple[str, bool, tuple[tuple[str, Callable[[Metrics], float]], ...]], ...] = (
     ("share of requests in time", False, (("", lambda m: m.slo),)),
     ("requests/s", False, (("over the whole run", lambda m: m.thr_makespan), ("in time", lambda m: m.goodput))),
@@ -38,15 +39,15 @@ def draw_curves(outcomes: Sequence[Outcome], title: str, path: Path) -> None:
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     all_axes: list[Axes] = list(figure.subplots(2, 3).flat)
     for axes, (name, is_logarithmic, lines) in zip(all_axes, _PANELS, strict=True):
+        styles = [*zip(lines, _STYLES.items(), strict=False)]
         for number, case in enumerate(cases):
-            colour = _COLOURS[number % len(_COLOURS)]
             found = sorted((o.rate, o.metrics) for o in outcomes if o.case == case and o.metrics is not None)
-            for (line, value), style in zip(lines, _STYLES, strict=False):
+            for (line, value), (_, style) in styles:
                 points = [(rate, value(metrics)) for rate, metrics in found]
-                label = case.label if line == lines[0][0] else None
-                _line(axes, points, is_logarithmic, color=colour, linestyle=style, label=label)
-        named = ", ".join(f"{line} {style}" for (line, _), style in zip(lines, _STYLES, strict=False) if line)
-        axes.set_title(f"{name}   {named}", loc="left", fontsize=9)
+                _line(axes, points, number, style, case.label if line == lines[0][0] else "")
+        if is_logarithmic:
+            _make_logarithmic(axes)
+        axes.set_title(", ".join([name, *(f"{line} {style}" for (line, _), (style, _) in styles if line)]), fontsize=9)
         axes.set_xlabel("requests/s that arrive", fontsize=8)
         _finish(axes)
     handles, labels = all_axes[0].get_legend_handles_labels()
@@ -65,21 +66,35 @@ def draw_capacities(outcomes: Sequence[Outcome], title: str, path: Path) -> None
     axes.bar_label(bars, [f" {outcome.rate:.3g}" if outcome.rate else " none" for outcome in outcomes], fontsize=8)
     axes.set_yticks(places, [outcome.case.label for outcome in outcomes], fontsize=8)
     axes.set_xlabel("requests/s", fontsize=8)
-    axes.set_title(title, loc="left", fontsize=10)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=9)
     _finish(axes)
     figure.savefig(path, format="png")
 
 
-def _line(axes: Axes, points: Sequence[tuple[float, float]], is_logarithmic: bool, **look: str | None) -> None:
-    """Without the points that have no value, or none that the scale shows."""
-    shown = [(x, y) for x, y in points if math.isfinite(y) and (y > 0 or not is_logarithmic)]
-    if is_logarithmic and shown:
-        axes.set_yscale("log")
-    axes.plot([x for x, _ in shown], [y for _, y in shown], marker=".", linewidth=1.4, **look)  # type: ignore[arg-type]
+def _line(axes: Axes, points: Sequence[tuple[float, float]], number: int, style: str, label: str) -> None:
+    """Of the case of that number, without points that have no value. Later ones are thinner: both show if they meet."""
+    shown = [(x, y) for x, y in points if math.isfinite(y)]
+    axes.plot(
+        [x for x, _ in shown],
+        [y for _, y in shown],
+        color=_COLOURS[number % len(_COLOURS)],
+        marker=_MARKERS[number % len(_MARKERS)],
+        markersize=4,
+        linewidth=max(0.8, 2.6 - 0.4 * number),
+        linestyle=style,
+        label=label or None,
+    )
+
+
+def _make_logarithmic(axes: Axes) -> None:
+    """Zero, of requests of one token, is left out."""
+    axes.set_yscale("log", nonpositive="mask")
+    for axis_formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        axis_formatter(lambda value, _: f"{value:g}")
 
 
 def _finish(axes: Axes) -> None:
-    axes.tick_params(labelsize=8)
+    axes.tick_params(which="both", labelsize=7)
     axes.grid(alpha=0.25)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
