@@ -6,7 +6,7 @@ with our own scheduler may also be better. The spec lies in shared/simulation ab
 
 import sys
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import partial
 from pathlib import Path
 
 from results import Row, arguments, publish, shared_spec
@@ -14,7 +14,7 @@ from results import Row, arguments, publish, shared_spec
 from planner_svc.simulator.metrics import Metrics
 from planner_svc.simulator.runs import find_capacity, run
 from planner_svc.simulator.spec import read_profile
-from planner_svc.simulator.workload import Arrival, read_workload
+from planner_svc.simulator.workload import read_workload
 
 IN_TIME = 0.9
 DEVIATION = 0.05
@@ -67,36 +67,30 @@ def main() -> None:
 
 def _rows(spec: Path) -> Iterator[Row]:
     for profile, load, policy, published in AT_90:
-        at = _Measured(spec, profile, load, policy)
-        found = at.capacity(published, lambda metrics: metrics.slo >= IN_TIME)
+        at = partial(_run, spec, profile, load, None, policy)
+        found = find_capacity(partial(_is_in_time, at), published)
         yield _row(f"{profile}: {load}, {policy}, rate at {IN_TIME:.0%} in time", policy, found, published)
     for profile, load, policy, bound_s, published in LATENCY:
-        at = _Measured(spec, profile, load, policy)
-        found = at.capacity(published, lambda metrics, bound_s=bound_s: metrics.pertok_mean <= bound_s)
+        at = partial(_run, spec, profile, load, None, policy)
+        found = find_capacity(partial(_is_quick, at, bound_s), published)
         yield _row(f"{profile}: {load}, {policy}, rate at {bound_s:g} s a token", policy, found, published)
     for profile, load, limit, policy, published in BURSTS:
-        found = _Measured(spec, profile, load, policy, limit).at(0.0).thr_makespan
+        found = _run(spec, profile, load, limit, policy, 0.0).thr_makespan
         part = f"first {limit} of " if limit else ""
         yield _row(f"{profile}: burst of {part}{load}, {policy}", policy, found, published)
 
 
-class _Measured:
-    """A policy on a machine and a workload."""
-
-    def __init__(self, spec: Path, profile: str, load: str, policy: str, limit: int | None = None) -> None:
-        self._policy, self._profile = policy, read_profile(spec, profile)
-        self._arrivals = _arrivals(spec.parent / "workloads" / f"{load}.json", limit)
-
-    def at(self, rate: float) -> Metrics:
-        return run(self._policy, self._profile, self._arrivals, rate, may_stall=True)
-
-    def capacity(self, near: float, is_met: Callable[[Metrics], bool]) -> float:
-        return find_capacity(lambda rate: is_met(self.at(rate)), near)
+def _run(spec: Path, profile: str, load: str, limit: int | None, policy: str, rate: float) -> Metrics:
+    arrivals = read_workload(spec.parent / "workloads" / f"{load}.json", limit)
+    return run(policy, read_profile(spec, profile), arrivals, rate, may_stall=True)
 
 
-@cache
-def _arrivals(path: Path, limit: int | None) -> list[Arrival]:
-    return read_workload(path, limit)
+def _is_in_time(at: Callable[[float], Metrics], rate: float) -> bool:
+    return at(rate).slo >= IN_TIME
+
+
+def _is_quick(at: Callable[[float], Metrics], bound_s: float, rate: float) -> bool:
+    return at(rate).pertok_mean <= bound_s
 
 
 def _row(measure: str, policy: str, found: float, published: float) -> Row:

@@ -53,8 +53,8 @@ def arguments(description: str) -> argparse.ArgumentParser:
 
 
 def shared_spec() -> Path | None:
-    """The simulation spec in shared/simulation of a folder above, where there is one."""
-    places = [folder / "shared" / "simulation" / "spec.json" for folder in ROOT.parents]
+    """The simulation spec in shared/simulation, here or in a folder above, where there is one."""
+    places = [folder / "shared" / "simulation" / "spec.json" for folder in (ROOT, *ROOT.parents)]
     return next((place for place in places if place.exists()), None)
 
 
