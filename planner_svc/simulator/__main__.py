@@ -47,7 +47,7 @@ def _answer(options: argparse.Namespace) -> None:
     if not options.json:
         console = Console()
         console = console if console.is_terminal else Console(width=_PIPED_WIDTH)
-        console.print(report.table(outcomes, load))
+        console.print(*report.tables(outcomes, load))
     if options.png is not None:
         _draw(options, outcomes, load)
 
@@ -61,13 +61,13 @@ def _load(options: argparse.Namespace) -> Workload:
 def _solved(options: argparse.Namespace, rows: list[Task], load: Workload) -> Iterator[Outcome]:
     """In the order of the rows."""
     if options.jobs > 1 and len(rows) > 1:
-        with _bar() as bar:
+        with _bar(options.json) as bar:
             task = bar.add_task(f"{len(rows)} runs", total=len(rows))
             for outcome in solve_beside(rows, load.arrivals, options.jobs):
                 bar.advance(task)
                 yield outcome
         return
-    with _bar() as bar:
+    with _bar(options.json) as bar:
         for number, row in enumerate(rows, 1):
             place = f" ({number} of {len(rows)})" if len(rows) > 1 else ""
             traced = iterations.writing(options.trace, row.case.label) if options.trace else nullcontext()
@@ -88,11 +88,11 @@ def _titled(bar: Progress, place: str) -> Titled:
 
 
 @contextmanager
-def _bar() -> Iterator[Progress]:
-    """A bar of finished requests or runs, where somebody looks."""
+def _bar(is_silent: bool) -> Iterator[Progress]:
+    """Of finished requests or runs, where somebody looks."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Progress(*columns, console=console, transient=True, disable=is_silent or not console.is_terminal) as bar:
         yield bar
 
 

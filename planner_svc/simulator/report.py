@@ -58,11 +58,11 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def table(outcomes: Sequence[Outcome], workload: Workload) -> Table:
+def tables(outcomes: Sequence[Outcome], workload: Workload) -> list[Table]:
     """A row for each, or all there is to say of a single one."""
     if len(outcomes) == 1 and outcomes[0].metrics is not None:
-        return _single(outcomes[0], outcomes[0].metrics, workload)
-    return _many(outcomes, workload)
+        return [_single(outcomes[0], outcomes[0].metrics, workload)]
+    return [_rates(outcomes, workload), _latencies(outcomes)]
 
 
 def _single(outcome: Outcome, metrics: Metrics, workload: Workload) -> Table:
@@ -80,32 +80,52 @@ def _single(outcome: Outcome, metrics: Metrics, workload: Workload) -> Table:
     return result
 
 
-def _many(outcomes: Sequence[Outcome], workload: Workload) -> Table:
-    result = Table(title=_title("", workload), box=box.SIMPLE, title_justify="left")
-    for header in ("machine", "policy"):
-        result.add_column(header, no_wrap=True)
-    headers = ("rate", "in time", "req/s", "goodput", "TTFT p50/p95/p99, s", "TPOT p50/p95/p99, s")
-    for header in (*headers, "s/token", "longest gap, s", "refused", "unfinished"):
-        result.add_column(header, justify="right", no_wrap=True)
-    for outcome in outcomes:
+def _rates(outcomes: Sequence[Outcome], workload: Workload) -> Table:
+    """What was served. Narrow enough for 80 columns where machines have short names."""
+    result = _rows(_title("", workload), "rate", "in time", "req/s", "goodput", "s/token", "max gap, s")
+    lacking = {"refused": [o.refused for o in outcomes]}
+    lacking["unfinished"] = [o.metrics.unfinished if o.metrics else 0 for o in outcomes]
+    shown = [name for name, counts in lacking.items() if any(counts)]
+    for name in shown:
+        result.add_column(name, justify="right", no_wrap=True)
+    for number, outcome in enumerate(outcomes):
         metrics = outcome.metrics
-        who = (outcome.case.machine, outcome.case.policy)
         if metrics is None:
-            result.add_row(*who, "none")
+            result.add_row(outcome.case.machine, outcome.case.policy, "none")
             continue
+        values = (metrics.thr_makespan, metrics.goodput, metrics.pertok_mean, metrics.gap_max)
         result.add_row(
-            *who,
+            outcome.case.machine,
+            outcome.case.policy,
             f"{outcome.rate:.4g}",
             f"{metrics.slo:.3f}",
-            f"{metrics.thr_makespan:.4g}",
-            f"{metrics.goodput:.4g}",
-            " / ".join(f"{value:.3g}" for value in (metrics.ttft_p50, metrics.ttft_p95, metrics.ttft_p99)),
-            " / ".join(f"{value:.3g}" for value in (metrics.tpot_p50, metrics.tpot_p95, metrics.tpot_p99)),
-            f"{metrics.pertok_mean:.3g}",
-            f"{metrics.gap_max:.3g}",
-            f"{outcome.refused}",
-            f"{metrics.unfinished}",
+            *(f"{value:.3g}" for value in values),
+            *(str(lacking[name][number]) for name in shown),
         )
+    return result
+
+
+def _latencies(outcomes: Sequence[Outcome]) -> Table:
+    """How soon."""
+    result = _rows(None, "rate", "TTFT p50/p95/p99, s", "TPOT p50/p95/p99, s")
+    for outcome in outcomes:
+        if (metrics := outcome.metrics) is not None:
+            result.add_row(
+                outcome.case.machine,
+                outcome.case.policy,
+                f"{outcome.rate:.4g}",
+                f"{metrics.ttft_p50:.3g} / {metrics.ttft_p95:.3g} / {metrics.ttft_p99:.3g}",
+                f"{metrics.tpot_p50:.3g} / {metrics.tpot_p95:.3g} / {metrics.tpot_p99:.3g}",
+            )
+    return result
+
+
+def _rows(title: str | None, *headers: str) -> Table:
+    result = Table(title=title, box=box.SIMPLE, title_justify="left", padding=(0, 1, 0, 0))
+    result.add_column("machine", overflow="fold")
+    result.add_column("policy", no_wrap=True)
+    for header in headers:
+        result.add_column(header, justify="right", no_wrap=True)
     return result
 
 

@@ -73,9 +73,10 @@ def test_rows_for_each_combination_in_order(simulate):
 def test_a_table_of_several(simulate):
     code, out, _ = simulate("--rate", "1:3:3", "--policy", "all")
     assert code == 0
-    rows = [line.split() for line in out.splitlines() if line.startswith("  box")]
+    rows = [line.split() for line in out.splitlines() if line.startswith(" box")]
     assert [row[:3] for row in rows[:3]] == [["box", "neoflex", rate] for rate in ("1", "2", "3")]
-    assert len(rows) == 15
+    assert [len(row) for row in rows] == 15 * [8] + 15 * [13]
+    assert max(map(len, out.splitlines())) <= 80
 
 
 def test_a_changed_figure_has_its_effect(simulate):
