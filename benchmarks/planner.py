@@ -1,7 +1,7 @@
 """What the planner is judged by: rates that keep targets, throughput of bursts, and what a plan costs.
 
-Workloads and machines come from a simulation spec (`--spec`, by default shared/simulation above the repository). Rates
-are simulated, so they are the same on every machine; only the cost of a plan is measured here.
+Workloads and machines come from a simulation spec (`--spec`, by default shared/simulation above the repository), and
+some are generated (generated.py). Rates are simulated, so they are the same on every machine; only the cost of a plan is measured here.
 """
 
 import statistics
@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import generated
 from results import Row, arguments, publish, shared_spec
 
 from planner_svc.estimator import HardwareSpec, ModelFigures, RooflineEstimator
@@ -50,7 +51,7 @@ def main() -> None:
     parser.add_argument("--spec", type=Path, default=shared_spec(), help="simulation spec; its workloads lie beside it")
     parser.add_argument("--only-cost", action="store_true", help="measure the cost of a plan alone")
     options = parser.parse_args()
-    rows = [] if options.only_cost else list(_simulated(options.spec))
+    rows = [] if options.only_cost else [*_simulated(options.spec), *generated.rows()]
     rows += _costs()
     about = "Simulated on the machines and workloads of the simulation spec; the cost of a plan is measured."
     publish("planner", "Planner", "make bench-planner", about, rows, options.publish)

@@ -114,8 +114,8 @@ def _latencies(outcomes: Sequence[Outcome]) -> Table:
                 outcome.case.machine,
                 outcome.case.policy,
                 f"{outcome.rate:.4g}",
-                f"{metrics.ttft_p50:.3g} / {metrics.ttft_p95:.3g} / {metrics.ttft_p99:.3g}",
-                f"{metrics.tpot_p50:.3g} / {metrics.tpot_p95:.3g} / {metrics.tpot_p99:.3g}",
+                f"{metrics.ttft_p50:.3g}/{metrics.ttft_p95:.3g}/{metrics.ttft_p99:.3g}",
+                f"{metrics.tpot_p50:.3g}/{metrics.tpot_p95:.3g}/{metrics.tpot_p99:.3g}",
             )
     return result
 
