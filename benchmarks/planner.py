@@ -1,7 +1,8 @@
 """What the planner is judged by: rates that keep targets, throughput of bursts, and what a plan costs.
 
 Workloads and machines come from a simulation spec (`--spec`, by default shared/simulation above the repository), and
-some are generated (generated.py). Rates are simulated, so they are the same on every machine; only the cost of a plan is measured here.
+some are generated (generated.py). Rates are simulated, so they are the same on every machine; only the cost of a plan
+is measured here.
 """
 
 import statistics
