@@ -6,6 +6,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 from planner_svc.simulator.metrics import Metrics
 from planner_svc.simulator.study import Outcome
@@ -47,7 +48,8 @@ def draw_curves(outcomes: Sequence[Outcome], title: str, path: Path) -> None:
                 _line(axes, points, number, style, case.label if line == lines[0][0] else "")
         if is_logarithmic:
             _make_logarithmic(axes)
-        axes.set_title(", ".join([name, *(f"{line} {style}" for (line, _), (style, _) in styles if line)]), fontsize=9)
+        legend = ", ".join(f"{line} {style}" for (line, _), (style, _) in styles if line)
+        axes.set_title(f"{name}: {legend}" if legend else name, loc="left", fontsize=9)
         axes.set_xlabel("requests/s that arrive", fontsize=8)
         _finish(axes)
     handles, labels = all_axes[0].get_legend_handles_labels()
@@ -89,6 +91,7 @@ def _line(axes: Axes, points: Sequence[tuple[float, float]], number: int, style:
 def _make_logarithmic(axes: Axes) -> None:
     """Zero, of requests of one token, is left out."""
     axes.set_yscale("log", nonpositive="mask")
+    axes.yaxis.set_minor_locator(LogLocator(subs=(2.0, 5.0)))
     for axis_formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
         axis_formatter(lambda value, _: f"{value:g}")
 
