@@ -37,14 +37,14 @@ def draw_curves(outcomes: Sequence[Outcome], title: str, path: Path) -> None:
     """Writes a PNG. Each case is a colour; its rates, at least two, rise along the axes."""
     cases = list(dict.fromkeys(outcome.case for outcome in outcomes))
     figure = Figure(figsize=(15, 8), dpi=110, layout="constrained")
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11, parse_math=False)
     all_axes: list[Axes] = list(figure.subplots(2, 3).flat)
     for axes, (name, is_logarithmic, lines) in zip(all_axes, _PANELS, strict=True):
         styles = [*zip(lines, _STYLES.items(), strict=False)]
         for number, case in enumerate(cases):
-            found = sorted((o.rate, o.metrics) for o in outcomes if o.case == case and o.metrics is not None)
+            found = sorted((o for o in outcomes if o.case == case), key=lambda outcome: outcome.rate)
             for (line, value), (_, style) in styles:
-                points = [(rate, value(metrics)) for rate, metrics in found]
+                points = [(o.rate, value(o.metrics)) for o in found if o.metrics is not None]
                 _line(axes, points, number, style, case.label if line == lines[0][0] else "")
         if is_logarithmic:
             _make_logarithmic(axes)
@@ -68,7 +68,7 @@ def draw_capacities(outcomes: Sequence[Outcome], title: str, path: Path) -> None
     axes.bar_label(bars, [f" {outcome.rate:.3g}" if outcome.rate else " none" for outcome in outcomes], fontsize=8)
     axes.set_yticks(places, [outcome.case.label for outcome in outcomes], fontsize=8)
     axes.set_xlabel("requests/s", fontsize=8)
-    figure.suptitle(title, x=0.01, ha="left", fontsize=9)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=9, parse_math=False)
     _finish(axes)
     figure.savefig(path, format="png")
 
