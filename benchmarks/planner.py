@@ -1,7 +1,8 @@
 """What the planner is judged by: rates that keep targets, throughput of bursts, and what a plan costs.
 
-Workloads and machines come from a simulation spec (`--spec`, by default shared/simulation above the repository). Rates
-are simulated, so they are the same on every machine; only the cost of a plan is measured here.
+Workloads and machines come from a simulation spec (`--spec`, by default shared/simulation above the repository), and
+some are generated (generated.py). Rates are simulated, so they are the same on every machine; only the cost of a plan
+is measured here.
 """
 
 import statistics
@@ -10,7 +11,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from results import Row, arguments, publish
+import generated
+from results import Row, arguments, publish, shared_spec
 
 from planner_svc.estimator import HardwareSpec, ModelFigures, RooflineEstimator
 from planner_svc.scheduler import Capacity, Scheduler, SequenceRequest, Targets
@@ -47,20 +49,13 @@ NO_LOSS = (
 
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0])
-    parser.add_argument(
-        "--spec", type=Path, default=_shared_spec(), help="simulation spec; its workloads lie beside it"
-    )
+    parser.add_argument("--spec", type=Path, default=shared_spec(), help="simulation spec; its workloads lie beside it")
     parser.add_argument("--only-cost", action="store_true", help="measure the cost of a plan alone")
     options = parser.parse_args()
-    rows = [] if options.only_cost else list(_simulated(options.spec))
+    rows = [] if options.only_cost else [*_simulated(options.spec), *generated.rows()]
     rows += _costs()
     about = "Simulated on the machines and workloads of the simulation spec; the cost of a plan is measured."
     publish("planner", "Planner", "make bench-planner", about, rows, options.publish)
-
-
-def _shared_spec() -> Path | None:
-    places = [folder / "shared" / "simulation" / "spec.json" for folder in Path(__file__).resolve().parents]
-    return next((place for place in places if place.exists()), None)
 
 
 def _simulated(spec: Path | None) -> Iterator[Row]:

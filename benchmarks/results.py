@@ -52,6 +52,12 @@ def arguments(description: str) -> argparse.ArgumentParser:
     return parser
 
 
+def shared_spec() -> Path | None:
+    """The simulation spec in shared/simulation, here or in a folder above, where there is one."""
+    places = [folder / "shared" / "simulation" / "spec.json" for folder in (ROOT, *ROOT.parents)]
+    return next((place for place in places if place.exists()), None)
+
+
 def publish(name: str, title: str, command: str, about: str, rows: Sequence[Row], write: bool) -> None:
     """Prints the rows; with `write`, leaves them in docs/performance/NAME.json and in the page."""
     table = Table(title=title, box=box.SIMPLE)

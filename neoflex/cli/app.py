@@ -23,7 +23,7 @@ app.command()(generate.generate)
 app.command()(status.status)
 app.command()(trace.trace)
 app.command()(demo.demo)
-app.command()(simulate.simulate)
+app.command(context_settings=simulate.PASSED_ON)(simulate.simulate)
 app.add_typer(model.app, name="model")
 
 

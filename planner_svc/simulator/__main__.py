@@ -1,133 +1,110 @@
-"""`python -m planner_svc.simulator`: what `neoflex simulate` runs. Progress goes to standard error."""
+"""`python -m planner_svc.simulator`: what `neoflex simulate` runs. Answers go to standard output, progress to error."""
 
 import argparse
 import json
-import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from planner_svc.simulator.metrics import Metrics
-from planner_svc.simulator.runs import POLICIES, find_capacity, run
+from planner_svc.simulator import generated, iterations, report, workload
+from planner_svc.simulator.arguments import parse, tasks
 from planner_svc.simulator.simulation import Progress as Report
-from planner_svc.simulator.simulation import StalledError
-from planner_svc.simulator.spec import InputError, Profile, read_profile
-from planner_svc.simulator.workload import Arrival, read_workload
+from planner_svc.simulator.spec import InputError
+from planner_svc.simulator.study import Outcome, Task, Titled, solve, solve_beside
+from planner_svc.simulator.workload import Workload
 
 _INTERRUPTED = 130
+_PIPED_WIDTH = 220
+"""Of a table that no terminal bounds."""
 
 
 def main() -> None:
     """Exit code 2 for what the caller can mend."""
-    arguments = _parser().parse_args()
+    options = parse()
     try:
-        profile = read_profile(arguments.spec, arguments.profile)
-        arrivals = read_workload(arguments.workload, arguments.limit)
-        result = _simulate(arguments, profile, arrivals)
-    except (InputError, StalledError) as error:
+        _answer(options)
+    except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         raise SystemExit(_INTERRUPTED) from None
-    if arguments.json:
-        print(json.dumps({key: value if value != math.inf else None for key, value in result.items()}))
-    else:
-        Console().print(_table(arguments, len(arrivals), result))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="neoflex simulate")
-    parser.add_argument("--spec", type=Path, required=True)
-    parser.add_argument("--profile", required=True)
-    parser.add_argument("--workload", type=Path, required=True)
-    parser.add_argument("--limit", type=_count, default=None)
-    parser.add_argument("--rate", type=_at_least(0), default=1.0)
-    parser.add_argument("--policy", choices=POLICIES, default="neoflex")
-    parser.add_argument("--find-capacity", type=_at_least(0, 1), default=None)
-    parser.add_argument("--json", action="store_true")
-    return parser
+def _answer(options: argparse.Namespace) -> None:
+    load = _load(options)
+    rows = tasks(options, load.own_rate)
+    if options.trace is not None and len(rows) > 1:
+        raise InputError(f"--trace: needs a single run, these are {len(rows)}")
+    outcomes = []
+    for outcome in _solved(options, rows, load):
+        outcomes.append(outcome)
+        if options.json:
+            print(json.dumps(report.to_json(outcome, load)), flush=True)
+    if not options.json:
+        console = Console()
+        console = console if console.is_terminal else Console(width=_PIPED_WIDTH)
+        console.print(*report.tables(outcomes, load))
+    if options.png is not None:
+        _draw(options, outcomes, load)
 
 
-def _at_least(lowest: float, highest: float = math.inf) -> Callable[[str], float]:
-    def parse(text: str) -> float:
-        value = float(text)
-        if not lowest <= value <= highest or math.isinf(value):
-            limit = f"at least {lowest:g}" if highest == math.inf else f"from {lowest:g} to {highest:g}"
-            raise argparse.ArgumentTypeError(f"must be {limit}, is {text}")
-        return value
-
-    return parse
+def _load(options: argparse.Namespace) -> Workload:
+    if generated.is_generated(options.workload):
+        return generated.generate(options.workload, options.requests)
+    return workload.load(Path(options.workload), options.requests)
 
 
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, is {text}")
-    return value
+def _solved(options: argparse.Namespace, rows: list[Task], load: Workload) -> Iterator[Outcome]:
+    """In the order of the rows."""
+    if options.jobs > 1 and len(rows) > 1:
+        with _bar(options.json) as bar:
+            task = bar.add_task(f"{len(rows)} runs", total=len(rows))
+            for outcome in solve_beside(rows, load.arrivals, options.jobs):
+                bar.advance(task)
+                yield outcome
+        return
+    with _bar(options.json) as bar:
+        for number, row in enumerate(rows, 1):
+            place = f" ({number} of {len(rows)})" if len(rows) > 1 else ""
+            traced = iterations.writing(options.trace, row.case.label) if options.trace else nullcontext()
+            with traced as observer:
+                yield solve(row, load.arrivals, _titled(bar, place), observer)
 
 
-def _simulate(arguments: argparse.Namespace, profile: Profile, arrivals: Sequence[Arrival]) -> dict[str, object]:
-    def measured(rate: float) -> Metrics:
-        with _progress(f"{arguments.policy} at {rate:.3g} req/s") as report:
-            return run(arguments.policy, profile, arrivals, rate, report)
+def _titled(bar: Progress, place: str) -> Titled:
+    """One run at a time: each takes the place of the one before."""
 
-    rate = arguments.rate
-    if arguments.find_capacity is not None:
-        share = arguments.find_capacity
-        if rate == 0:
-            raise InputError("--rate: must be greater than 0 with --find-capacity, is 0")
-        rate = find_capacity(lambda tried: measured(tried).slo >= share, rate)
-        if rate == 0:
-            raise InputError(f"--find-capacity: no rate keeps {share:g} of the requests in time")
-    return {"policy": arguments.policy, "profile": profile.name, "rate": rate, **asdict(measured(rate))}
+    def begin(title: str) -> Report:
+        for task in bar.task_ids:
+            bar.remove_task(task)
+        task = bar.add_task(title + place, total=None)
+        return lambda done, total: bar.update(task, completed=done, total=total)
+
+    return begin
 
 
 @contextmanager
-def _progress(title: str) -> Iterator[Report]:
-    """A bar of finished requests, where somebody looks."""
+def _bar(is_silent: bool) -> Iterator[Progress]:
+    """Of finished requests or runs, where somebody looks."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(title, total=None)
-
-        def report(num_finished: int, num_arrived: int) -> None:
-            bar.update(task, completed=num_finished, total=num_arrived)
-
-        yield report
+    with Progress(*columns, console=console, transient=True, disable=is_silent or not console.is_terminal) as bar:
+        yield bar
 
 
-_LABELS = {
-    "slo": "share of requests in time",
-    "thr_makespan": "requests/s over the whole run",
-    "thr_mid": "requests/s between 30 % and 70 % of completions",
-    "pertok_mean": "mean latency / output tokens, s",
-    "ttft_p50": "TTFT p50, s",
-    "tpot_p50": "TPOT p50, s",
-    "gap_p50": "longest gap between two tokens, p50, s",
-    "gap_p99": "longest gap between two tokens, p99, s",
-    "gap_max": "longest gap between two tokens, s",
-    "gpu_busy": "GPU busy, share of the time",
-    "cpu_busy": "CPU busy",
-    "link_out_busy": "link to the host busy",
-    "link_in_busy": "link to the GPU busy",
-    "unfinished": "requests not finished",
-}
+def _draw(options: argparse.Namespace, outcomes: list[Outcome], load: Workload) -> None:
+    from planner_svc.simulator import plot  # matplotlib takes a second to import.
 
-
-def _table(arguments: argparse.Namespace, num_requests: int, result: dict[str, object]) -> Table:
-    title = f"{result['policy']} on {result['profile']}: {num_requests} requests of {arguments.workload.name}"
-    table = Table(title=title, show_header=False, box=box.SIMPLE, title_justify="left")
-    table.add_row("rate, req/s", f"{result['rate']:.4g}")
-    for name, label in _LABELS.items():
-        table.add_row(label, f"{result[name]:.4g}")
-    return table
+    what = f"{len(load.arrivals)} requests of {load.name}"
+    if options.find_capacity is None:
+        plot.draw_curves(outcomes, what, options.png)
+    else:
+        title = f"highest rate with {options.find_capacity:g} of the requests in time: {what}"
+        plot.draw_capacities(outcomes, title, options.png)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,8 @@ class SimulatedExecutor:
         self._held: dict[int, _Held] = {}
         self.worked = Timeline()
         """All iterations so far, one after the other."""
+        self.latest = Timeline()
+        """The last iteration."""
 
     def run(self, plan: IterationPlan) -> tuple[float, IterationResult]:
         """Seconds, and the result that then comes."""
@@ -49,6 +51,7 @@ class SimulatedExecutor:
             size = self._kv_bytes_per_token
             timeline = self._estimator.timeline(first, second, out_tokens * size, in_tokens * size)
         self.worked += timeline
+        self.latest = timeline
         timings = Timings(total_ns=round(timeline.total_s * 1e9))
         return timeline.total_s, IterationResult(plan.epoch, plan.iteration, tuple(tokens), timings=timings)
 

@@ -49,6 +49,10 @@ class Metrics:
     """Requests a second over the whole run."""
     thr_mid: float
     """Requests a second between 30 % and 70 % of the completions: NEO's window."""
+    goodput: float
+    """Requests a second over the whole run, of those that meet both targets."""
+    tokens_per_s: float
+    """Output tokens a second over the whole run, of finished requests."""
     pertok_mean: float
     """Mean over the last three quarters of the requests of latency / output tokens, seconds."""
     gap_p50: float
@@ -56,7 +60,13 @@ class Metrics:
     gap_max: float
     """Over requests, of the longest time between two tokens, seconds."""
     ttft_p50: float
+    """Over all requests, of the time from arrival to the first token, seconds."""
+    ttft_p95: float
+    ttft_p99: float
     tpot_p50: float
+    """Over finished requests of several tokens, of the mean time from one to the next, seconds."""
+    tpot_p95: float
+    tpot_p99: float
     gpu_busy: float
     """Share of the time until the last completion in which this lane works; the rest are bubbles and idle time."""
     cpu_busy: float
@@ -74,17 +84,26 @@ def measure(requests: Sequence[Served], targets: Targets, worked: Timeline) -> M
     window_s = finishes[high] - finishes[low] if high > low else 0.0
     late_part = requests[len(requests) // 4 :]
     gaps = sorted(item.longest_gap_s for item in requests)
-    tpots = [(item.last_s - item.first_s) / (item.output_tokens - 1) for item in finished if item.output_tokens > 1]
+    ttfts = sorted(item.first_s - item.arrival_s for item in requests)
+    several = [item for item in finished if item.output_tokens > 1]
+    tpots = sorted((item.last_s - item.first_s) / (item.output_tokens - 1) for item in several)
+    num_in_time = sum(item.meets(targets) for item in requests)
     return Metrics(
-        slo=sum(item.meets(targets) for item in requests) / len(requests),
+        slo=num_in_time / len(requests),
         thr_makespan=len(finishes) / makespan_s,
         thr_mid=(high - low) / window_s if window_s else 0.0,
+        goodput=num_in_time / makespan_s,
+        tokens_per_s=sum(item.output_tokens for item in finished) / makespan_s,
         pertok_mean=sum((item.last_s - item.arrival_s) / item.output_tokens for item in late_part) / len(late_part),
         gap_p50=quantile(gaps, 0.5),
         gap_p99=quantile(gaps, 0.99),
         gap_max=gaps[-1],
-        ttft_p50=quantile(sorted(item.first_s - item.arrival_s for item in requests), 0.5),
-        tpot_p50=quantile(sorted(tpots), 0.5),
+        ttft_p50=quantile(ttfts, 0.5),
+        ttft_p95=quantile(ttfts, 0.95),
+        ttft_p99=quantile(ttfts, 0.99),
+        tpot_p50=quantile(tpots, 0.5),
+        tpot_p95=quantile(tpots, 0.95),
+        tpot_p99=quantile(tpots, 0.99),
         gpu_busy=worked.gpu_s / makespan_s,
         cpu_busy=worked.cpu_s / makespan_s,
         link_out_busy=worked.link_out_s / makespan_s,

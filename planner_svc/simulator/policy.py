@@ -20,3 +20,23 @@ class Policy(Protocol):
     def apply(self, result: IterationResult, now: float) -> Applied:
         """Takes the result of the oldest plan."""
         ...
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that hold no KV."""
+        ...
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold KV."""
+        ...
+
+    @property
+    def gpu_blocks_used(self) -> int:
+        """Those of the latest plan included."""
+        ...
+
+    @property
+    def host_blocks_used(self) -> int:
+        """Those of the latest plan included."""
+        ...

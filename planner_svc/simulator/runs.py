@@ -7,7 +7,7 @@ from planner_svc.simulator.baselines import GpuOnly, Neo
 from planner_svc.simulator.executor import SimulatedExecutor
 from planner_svc.simulator.metrics import Metrics, measure
 from planner_svc.simulator.policy import Policy
-from planner_svc.simulator.simulation import Progress, Simulation
+from planner_svc.simulator.simulation import Observer, Progress, Simulation, StalledError, ignore
 from planner_svc.simulator.spec import InputError, Profile
 from planner_svc.simulator.workload import Arrival, at_rate
 
@@ -15,7 +15,7 @@ POLICIES = ("neoflex", "neo", "gpu-only", "gpu-only-knee", "gpu-only-slo")
 _CHUNK_TOKENS = 512
 _UNBOUNDED = 2**31
 _LOWEST_RATE, _HIGHEST_RATE = 2.0**-10, 2.0**10
-_TOLERANCE = 0.01
+TOLERANCE = 0.01
 """Of the rate found."""
 
 
@@ -38,19 +38,37 @@ def make_policy(name: str, profile: Profile) -> Policy:
 
 
 def run(
-    name: str, profile: Profile, arrivals: Sequence[Arrival], rate: float, progress: Progress = lambda *_: None
+    name: str,
+    profile: Profile,
+    arrivals: Sequence[Arrival],
+    rate: float,
+    progress: Progress = ignore,
+    observer: Observer = ignore,
+    may_stall: bool = False,
 ) -> Metrics:
-    """`rate` in requests per second; 0: all at once, and nobody asks for a time. Raises InputError, StalledError."""
+    """`rate` in requests per second; 0: all at once, and nobody asks for a time. Raises InputError.
+
+    Raises StalledError where requests are left that are never planned; with `may_stall` they count as unfinished.
+    """
     _check_size(name, profile, arrivals)
     estimator = profile.estimator
     executor = SimulatedExecutor(estimator, estimator.kv_bytes_per_token)
-    simulation = Simulation(make_policy(name, profile), executor, progress)
-    requests = simulation.run(at_rate(arrivals, rate), profile.targets if rate else None)
+    simulation = Simulation(make_policy(name, profile), executor, progress, observer)
+    try:
+        requests = simulation.run(at_rate(arrivals, rate), profile.targets if rate else None)
+    except StalledError as stalled:
+        if not may_stall:
+            raise
+        requests = stalled.requests
     return measure(requests, profile.targets, executor.worked)
 
 
-def find_capacity(is_met: Callable[[float], bool], first_rate: float) -> float:
-    """The highest rate at which `is_met`, within 1 %; 0 where there is none. Searches from `first_rate`."""
+def find_capacity(is_met: Callable[[float], bool], first_rate: float, tolerance: float = TOLERANCE) -> float:
+    """The highest rate at which `is_met`, within a share `tolerance` of it; 0 where there is none.
+
+    Searches from `first_rate`, which is above 0, by doubling or halving, then by bisection: as if a load that is met
+    at one rate were met at all lower ones.
+    """
     low, high = 0.0, first_rate
     while is_met(high):
         low, high = high, 2 * high
@@ -64,7 +82,7 @@ def find_capacity(is_met: Callable[[float], bool], first_rate: float) -> float:
             low = half
         else:
             high = half
-    while high - low > _TOLERANCE * low:
+    while high - low > tolerance * low:
         middle = (low + high) / 2
         if is_met(middle):
             low = middle
@@ -73,10 +91,14 @@ def find_capacity(is_met: Callable[[float], bool], first_rate: float) -> float:
     return low
 
 
-def _check_size(name: str, profile: Profile, arrivals: Sequence[Arrival]) -> None:
-    """One request must fit into the larger tier that the policy computes in."""
+def largest_request(name: str, profile: Profile) -> int:
+    """Tokens of prompt and output of the largest request that a policy can serve: it must fit into one tier."""
     blocks = max(profile.offload_gpu_blocks, profile.host_blocks) if name == "neoflex" else profile.gpu_blocks
-    limit = blocks * profile.block_tokens
+    return min(profile.context_tokens, blocks * profile.block_tokens)
+
+
+def _check_size(name: str, profile: Profile, arrivals: Sequence[Arrival]) -> None:
+    limit = largest_request(name, profile)
     for number, item in enumerate(arrivals):
         num_tokens = item.prompt_tokens + item.output_tokens
         if num_tokens > limit:

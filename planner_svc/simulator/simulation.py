@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from planner_svc.estimator import Timeline
 from planner_svc.scheduler import SequenceRequest, Targets
 from planner_svc.simulator.executor import SimulatedExecutor
 from planner_svc.simulator.metrics import Served
@@ -12,30 +13,48 @@ from svc_common.plan import IterationPlan, IterationResult, Sampling
 
 Progress = Callable[[int, int], None]
 """Told how many requests of how many have finished."""
+Observer = Callable[[float, IterationPlan, Timeline, Policy], None]
+"""Told of each iteration when it starts: the time in seconds, its plan, how long its lanes work, and who decided it."""
+
+
+def ignore(*_: object) -> None:
+    """A Progress and an Observer for those who don't care."""
 
 
 class StalledError(Exception):
-    """The policy has requests left and plans nothing."""
+    """The policy has requests left and plans nothing. `requests`: as far as they came."""
+
+    def __init__(self, requests: list[Served]) -> None:
+        num_left = sum(not item.finished for item in requests)
+        super().__init__(f"{num_left} of {len(requests)} requests are never planned")
+        self.requests = requests
 
 
 class Simulation:
     """One run of one workload. Deterministic."""
 
     def __init__(
-        self, policy: Policy, executor: SimulatedExecutor, progress: Progress = lambda done, total: None
+        self,
+        policy: Policy,
+        executor: SimulatedExecutor,
+        progress: Progress = ignore,
+        observer: Observer = ignore,
     ) -> None:
         self._policy = policy
         self._executor = executor
         self._progress = progress
+        self._observer = observer
         self._waiting: deque[IterationPlan] = deque()
         self._running: tuple[float, IterationResult] | None = None
         self._served: dict[int, Served] = {}
         self._num_finished = 0
+        self._num_requests = 0
         self.num_iterations = 0
 
     def run(self, arrivals: Sequence[Arrival], targets: Targets | None) -> list[Served]:
         """All requests in order of arrival. `targets`: what each asks for. Raises StalledError."""
         requests: list[Served] = []
+        self._num_requests = len(arrivals)
         for arrival, following in zip(arrivals, [*arrivals[1:], None], strict=True):
             self._advance_to(arrival.at_s)
             request = SequenceRequest(
@@ -48,7 +67,7 @@ class Simulation:
                 self._pump(arrival.at_s)
         self._advance_to(float("inf"))
         if self._num_finished < len(requests):
-            raise StalledError(f"{len(requests) - self._num_finished} of {len(requests)} requests are never planned")
+            raise StalledError(requests)
         return requests
 
     def _advance_to(self, until_s: float) -> None:
@@ -61,7 +80,7 @@ class Simulation:
                 served.take_token(now)
                 if event.finish:
                     self._num_finished += 1
-                    self._progress(self._num_finished, len(self._served))
+                    self._progress(self._num_finished, self._num_requests)
             self._start_next(now)
             self._pump(now)
 
@@ -74,6 +93,8 @@ class Simulation:
 
     def _start_next(self, now: float) -> None:
         if self._waiting:
-            seconds, result = self._executor.run(self._waiting.popleft())
+            plan = self._waiting.popleft()
+            seconds, result = self._executor.run(plan)
             self._running = (now + seconds, result)
+            self._observer(now, plan, self._executor.latest, self._policy)
             self.num_iterations += 1

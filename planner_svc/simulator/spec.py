@@ -12,6 +12,9 @@ from planner_svc.scheduler import Capacity, Targets
 _LARGEST = 1e18
 """Of any figure: far above all machines."""
 _GIB = 2**30
+ANY_CONTEXT = 2**31
+"""Of a model whose figures don't say."""
+NO_CHANGES: Mapping[str, float] = {}
 
 
 class InputError(Exception):
@@ -34,6 +37,8 @@ class Profile:
     targets: Targets
     believed_launch_s: float
     """What NEO takes one layer's launches for."""
+    context_tokens: int = ANY_CONTEXT
+    """Of prompt and output together, that the model can tell apart."""
 
     @property
     def estimator(self) -> RooflineEstimator:
@@ -52,34 +57,66 @@ class Profile:
             block_tokens=self.block_tokens,
             max_sequences=self.max_sequences,
             max_batch_tokens=self.max_batch_tokens,
-            max_sequence_tokens=2**31,
+            max_sequence_tokens=self.context_tokens,
             block_bytes=self.block_tokens * self.model.kv_bytes_per_token_layer * self.model.num_layers,
         )
 
 
-def read_profile(path: Path, name: str) -> Profile:
+class Spec:
+    """The machines and models of one file."""
+
+    def __init__(self, document: Any, origin: str) -> None:
+        """`origin` is what messages call the file. Raises InputError."""
+        profiles = document.get("profiles") if isinstance(document, dict) else None
+        if not isinstance(profiles, dict) or not isinstance(document.get("models"), dict):
+            raise InputError(f'{origin}: must hold the objects "profiles" and "models"')
+        self._profiles, self._models, self._origin = profiles, document["models"], origin
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of its profiles, in the file's order."""
+        return tuple(self._profiles)
+
+    def profile(self, name: str, changes: Mapping[str, float] = NO_CHANGES) -> Profile:
+        """A profile with some figures of it or of its model replaced, named by their keys. Raises InputError."""
+        origin = self._origin
+        if name not in self._profiles:
+            raise InputError(f"--profile: {name!r} is not in {origin}; it has {', '.join(sorted(self._profiles))}")
+        fields = _Fields(self._profiles[name], f"{origin}: profiles.{name}", changes)
+        model_name = fields.text("model")
+        if model_name not in self._models:
+            raise InputError(f"{origin}: profiles.{name}.model: {model_name!r} is not among the models")
+        model_fields = _Fields(self._models[model_name], f"{origin}: models.{model_name}", changes)
+        profile = _profile(name, fields, model_fields)
+        known = fields.read | model_fields.read
+        if unknown := changes.keys() - known:
+            raise InputError(f"--set {min(unknown)}: no such figure; there are {', '.join(sorted(known))}")
+        return profile
+
+
+def read_spec(path: Path) -> Spec:
     """Raises InputError."""
     try:
         document = json.loads(path.read_text())
     except OSError as error:
         raise InputError(f"--spec: {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"--spec: {path}: not JSON: {error}") from error
-    return parse_profile(document, name, str(path))
+    return Spec(document, str(path))
+
+
+def read_profile(path: Path, name: str) -> Profile:
+    """Raises InputError."""
+    return read_spec(path).profile(name)
 
 
 def parse_profile(document: Any, name: str, origin: str) -> Profile:
     """Raises InputError."""
-    profiles = document.get("profiles") if isinstance(document, dict) else None
-    if not isinstance(profiles, dict) or not isinstance(document.get("models"), dict):
-        raise InputError(f'{origin}: must hold the objects "profiles" and "models"')
-    if name not in profiles:
-        raise InputError(f"--profile: {name!r} is not in {origin}; it has {', '.join(sorted(profiles))}")
-    fields = _Fields(profiles[name], f"{origin}: profiles.{name}")
-    model_name = fields.text("model")
-    if model_name not in document["models"]:
-        raise InputError(f"{origin}: profiles.{name}.model: {model_name!r} is not among the models")
-    model = _model(_Fields(document["models"][model_name], f"{origin}: models.{model_name}"))
+    return Spec(document, origin).profile(name)
+
+
+def _profile(name: str, fields: "_Fields", model_fields: "_Fields") -> Profile:
+    model = _model(model_fields)
     block_tokens = fields.count("bs")
     block_bytes = block_tokens * model.kv_bytes_per_token_layer * model.num_layers
     return Profile(
@@ -93,6 +130,7 @@ def parse_profile(document: Any, name: str, origin: str) -> Profile:
         max_sequences=fields.count("max_seqs"),
         targets=Targets(ttft_s=fields.number("slo_ttft"), tpot_s=fields.number("slo_tpot")),
         believed_launch_s=fields.number("lnch_ms", lowest=0) / 1e3,
+        context_tokens=model_fields.count("context", default=ANY_CONTEXT),
     )
 
 
@@ -126,29 +164,32 @@ def _model(fields: "_Fields") -> ModelFigures:
 
 
 class _Fields:
-    """An object of the file; what is wrong with a field is said with its path."""
+    """An object of the file, some of it replaced; what is wrong with a field is said with its path."""
 
-    def __init__(self, values: Mapping[str, Any], path: str) -> None:
+    def __init__(self, values: Any, path: str, changes: Mapping[str, float]) -> None:
         if not isinstance(values, dict):
             raise InputError(f"{path}: must be an object")
-        self._values, self._path = values, path
+        self._values, self._path, self._changes = values, path, changes
+        self.read: set[str] = set()
+        """Numbers that were asked for."""
 
-    def number(self, name: str, lowest: float | None = None) -> float:
-        """Greater than 0, or at least `lowest`."""
-        value = self._values.get(name)
+    def number(self, name: str, lowest: float | None = None, default: float | None = None) -> float:
+        """Greater than 0, or at least `lowest`. Without `default` it must be there."""
+        self.read.add(name)
+        value = self._changes.get(name, self._values.get(name, default))
+        where = f"--set {name}" if name in self._changes else f"{self._path}.{name}"
         if not isinstance(value, int | float) or isinstance(value, bool):
-            raise InputError(f"{self._path}.{name}: must be a number, is {value!r}")
+            raise InputError(f"{where}: must be a number, is {value!r}")
         if not (value > 0 if lowest is None else value >= lowest) or value > _LARGEST:
             limit = "greater than 0" if lowest is None else f"at least {lowest:g}"
-            raise InputError(f"{self._path}.{name}: must be {limit} and at most {_LARGEST:g}, is {value}")
+            raise InputError(f"{where}: must be {limit} and at most {_LARGEST:g}, is {value}")
+        if lowest == 1 and value != int(value):
+            raise InputError(f"{where}: must be a whole number, is {value:g}")
         return float(value)
 
-    def count(self, name: str) -> int:
-        """At least 1."""
-        value = self.number(name, lowest=1)
-        if value != int(value):
-            raise InputError(f"{self._path}.{name}: must be a whole number, is {value:g}")
-        return int(value)
+    def count(self, name: str, default: int | None = None) -> int:
+        """A whole number, at least 1."""
+        return int(self.number(name, lowest=1, default=default))
 
     def text(self, name: str) -> str:
         value = self._values.get(name)

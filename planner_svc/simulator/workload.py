@@ -5,9 +5,8 @@ import json
 import math
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,18 @@ class Arrival:
     output_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests in order of arrival, one a second on average."""
+
+    name: str
+    arrivals: Sequence[Arrival]
+    own_rate: float | None
+    """Requests a second of the record; None where it has no times."""
+    num_empty: int = 0
+    """Rows of the record that are left out because nothing was generated."""
+
+
 def at_rate(arrivals: Sequence[Arrival], rate: float) -> list[Arrival]:
     """Arrival times are those of one request a second on average; 0 stands for all at once."""
     if rate == 0:
@@ -31,21 +42,26 @@ def at_rate(arrivals: Sequence[Arrival], rate: float) -> list[Arrival]:
 
 
 def read_workload(path: Path, limit: int | None = None) -> list[Arrival]:
+    """The first `limit` requests of a file, see `load`. Raises InputError."""
+    return list(load(path, limit).arrivals)
+
+
+def load(path: Path, limit: int | None = None) -> Workload:
     """The first `limit` requests, arriving at one a second on average. Raises InputError.
 
-    Formats: `[[arrival, prompt, output], ...]`; lengths without times, `[{"prompt", "max_tokens"}, ...]`, which arrive
-    as a Poisson process; CSV with TIMESTAMP, ContextTokens, GeneratedTokens (Azure); JSON lines with timestamp in ms,
-    input_length, output_length (Mooncake).
+    Formats: `[[arrival, prompt, output], ...]`, whose times are taken as they are; lengths without times,
+    `[{"prompt", "max_tokens"}, ...]`, which arrive as a Poisson process; CSV with TIMESTAMP, ContextTokens,
+    GeneratedTokens (Azure); JSON lines with timestamp in ms, input_length, output_length (Mooncake).
     """
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"--workload: {path}: {getattr(error, 'strerror', None) or error}") from error
     try:
-        arrivals = list(_parse(text, limit))
+        workload = _parse(path.name, text, limit)
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError, csv.Error) as error:
         raise InputError(f"--workload: {path}: not of a known format: {error!r}") from error
-    for number, item in enumerate(arrivals):
+    for number, item in enumerate(workload.arrivals):
         if item.prompt_tokens < 1 or item.output_tokens < 1:
             raise InputError(
                 f"--workload: {path}: request {number}: prompt and output must be at least 1 token, "
@@ -53,28 +69,27 @@ def read_workload(path: Path, limit: int | None = None) -> list[Arrival]:
             )
         if not 0 <= item.at_s < math.inf:
             raise InputError(f"--workload: {path}: request {number}: arrival must be at least 0 s, is {item.at_s:g}")
-    if not arrivals:
+    if not workload.arrivals:
         raise InputError(f"--workload: {path}: holds no request")
-    return sorted(arrivals, key=lambda item: item.at_s)
+    return replace(workload, arrivals=sorted(workload.arrivals, key=lambda item: item.at_s))
 
 
-def _parse(text: str, limit: int | None) -> Iterable[Arrival]:
+def _parse(name: str, text: str, limit: int | None) -> Workload:
     if text.startswith("TIMESTAMP"):
-        return _at_unit_rate(islice(_azure(text), limit))
+        return _recorded(name, _azure(text), limit)
     if text.lstrip().startswith("{"):
-        return _at_unit_rate(islice(_mooncake(text), limit))
+        return _recorded(name, _mooncake(text), limit)
     rows = json.loads(text)[:limit]
     if rows and isinstance(rows[0], dict):
-        return _poisson([(int(row["prompt"]), int(row["max_tokens"])) for row in rows])
-    return [Arrival(float(at_s), int(prompt), int(output)) for at_s, prompt, output in rows]
+        return Workload(name, _poisson([(int(row["prompt"]), int(row["max_tokens"])) for row in rows]), None)
+    return Workload(name, [Arrival(float(at_s), int(prompt), int(output)) for at_s, prompt, output in rows], 1.0)
 
 
 def _azure(text: str) -> Iterable[Arrival]:
     for row in csv.DictReader(text.splitlines()):
         # Seven digits of a second, one more than Python reads.
         at_s = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
-        if int(row["GeneratedTokens"]):
-            yield Arrival(at_s, int(row["ContextTokens"]), int(row["GeneratedTokens"]))
+        yield Arrival(at_s, int(row["ContextTokens"]), int(row["GeneratedTokens"]))
 
 
 def _mooncake(text: str) -> Iterable[Arrival]:
@@ -83,14 +98,24 @@ def _mooncake(text: str) -> Iterable[Arrival]:
         yield Arrival(row["timestamp"] / 1e3, int(row["input_length"]), int(row["output_length"]))
 
 
-def _at_unit_rate(recorded: Iterable[Arrival]) -> list[Arrival]:
-    """Keeps the gaps' proportions."""
-    arrivals = sorted(recorded, key=lambda item: item.at_s)
-    span_s = arrivals[-1].at_s - arrivals[0].at_s if arrivals else 0.0
-    scale = (len(arrivals) - 1) / span_s if span_s else 0.0
-    return [
-        Arrival((item.at_s - arrivals[0].at_s) * scale, item.prompt_tokens, item.output_tokens) for item in arrivals
+def _recorded(name: str, recorded: Iterable[Arrival], limit: int | None) -> Workload:
+    """The first `limit` that generated something; keeps the gaps' proportions."""
+    kept: list[Arrival] = []
+    num_empty = 0
+    for item in recorded:
+        if len(kept) == limit:
+            break
+        if item.output_tokens:
+            kept.append(item)
+        else:
+            num_empty += 1
+    kept.sort(key=lambda item: item.at_s)
+    span_s = kept[-1].at_s - kept[0].at_s if kept else 0.0
+    own_rate = (len(kept) - 1) / span_s if span_s else None
+    arrivals = [
+        Arrival((item.at_s - kept[0].at_s) * (own_rate or 0.0), item.prompt_tokens, item.output_tokens) for item in kept
     ]
+    return Workload(name, arrivals, own_rate, num_empty)
 
 
 def _poisson(lengths: list[tuple[int, int]]) -> list[Arrival]:

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from support.machines import BOX
+from support.machines import SPEC
 from support.overload import run_classes
 from support.planning import make_capacity, make_estimator
 
@@ -189,7 +189,7 @@ def test_a_pace_is_judged_on_average():
 
 # --- what it is good for
 
-PROFILE = parse_profile(BOX, "box", "spec")
+PROFILE = parse_profile(SPEC, "box", "spec")
 
 
 def poisson(num_requests: int, rate: float, prompt: int, output: int) -> list[Arrival]:

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from support.machines import SPEC
 
 from planner_svc.estimator import SubBatchLoad, Timeline
 from planner_svc.scheduler import SequenceRequest, Targets
@@ -12,37 +13,9 @@ from planner_svc.simulator.metrics import Served, measure
 from planner_svc.simulator.runs import POLICIES, find_capacity, make_policy, run
 from planner_svc.simulator.simulation import Simulation, StalledError
 from planner_svc.simulator.spec import InputError, parse_profile, read_profile
-from planner_svc.simulator.workload import Arrival, at_rate, read_workload
+from planner_svc.simulator.workload import Arrival, Workload, at_rate, load, read_workload
 from svc_common.plan import IterationPlan, Mode, NewSequence, PrefillChunk, Sampling, SubBatch, Swap, Tier
 
-SPEC = {
-    "models": {"tiny": {"L": 4, "H": 1024, "nq": 16, "nkv": 4, "hd": 64, "inter": 2816, "V": 32000}},
-    "profiles": {
-        "box": {
-            "model": "tiny",
-            "F_gpu": 2e12,
-            "eta_f": 0.5,
-            "eta_a": 0.25,
-            "B_gpu": 2e10,
-            "eta_b": 0.8,
-            "B_cpu": 1e10,
-            "eta_c": 0.6,
-            "B_link": 1e10,
-            "t_launch": 5e-5,
-            "t_seq": 1e-6,
-            "t_hop": 5e-5,
-            "t_iter": 1e-3,
-            "gpu_blocks": 60,
-            "bs": 16,
-            "max_tokens": 512,
-            "max_seqs": 128,
-            "swap_gb": 0.5,
-            "lnch_ms": 0.2,
-            "slo_ttft": 0.5,
-            "slo_tpot": 0.05,
-        }
-    },
-}
 PROFILE = parse_profile(SPEC, "box", "spec")
 
 
@@ -112,6 +85,7 @@ def test_formats_of_workloads(tmp_path):
     )
     assert read_workload(path) == [Arrival(0.0, 6, 5), Arrival(1.0, 7, 4)]
     path.write_text(json.dumps([{"prompt": 9, "max_tokens": 4}] * 400))
+    assert load(path).own_rate is None
     poisson = read_workload(path)
     assert {(item.prompt_tokens, item.output_tokens) for item in poisson} == {(9, 4)}
     assert poisson[-1].at_s == pytest.approx(400, rel=0.2)
@@ -135,6 +109,19 @@ def test_bad_workloads_are_refused(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(InputError, match=message):
         read_workload(path)
+
+
+def test_a_record_keeps_its_rate_and_counts_what_it_leaves_out(tmp_path):
+    path = tmp_path / "trace.csv"
+    rows = [f"2023-11-16 18:17:{second:02}.0000000,50,{second % 3}" for second in range(0, 12, 2)]
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
+    # Of 0, 2, ... 10 those at 0 and 6 generated nothing; four requests from 2 to 10 s.
+    workload = load(path)
+    assert (workload.name, workload.own_rate, workload.num_empty) == ("trace.csv", 3 / 8, 2)
+    assert [item.at_s for item in workload.arrivals] == pytest.approx([0.0, 0.75, 2.25, 3.0])
+    assert load(path, limit=1) == Workload("trace.csv", [Arrival(0.0, 50, 2)], None, 1)
+    path.write_text("[[0, 5, 1], [4, 5, 1]]")
+    assert load(path).own_rate == 1.0
 
 
 def test_rates():
@@ -174,7 +161,11 @@ def test_metrics():
     assert metrics.thr_makespan == pytest.approx(4 / 3.5)
     assert metrics.thr_mid == pytest.approx(1 / (2.3 - 1.65))
     assert metrics.pertok_mean == pytest.approx((0.65 / 2 + 0.3 / 2 + 0.5) / 3)
+    assert metrics.goodput == pytest.approx(2 / 3.5)
+    assert metrics.tokens_per_s == pytest.approx(8 / 3.5)
     assert metrics.gap_max == pytest.approx(0.2)
+    assert (metrics.ttft_p95, metrics.ttft_p99) == pytest.approx((0.6, 0.6))
+    assert (metrics.tpot_p50, metrics.tpot_p95, metrics.tpot_p99) == pytest.approx((0.05, 0.2, 0.2))
     assert metrics.ttft_p50 == pytest.approx(0.5)
     busy = (metrics.gpu_busy, metrics.cpu_busy, metrics.link_out_busy, metrics.link_in_busy)
     assert busy == pytest.approx((0.5, 0.2, 0.1, 0.02))
@@ -220,6 +211,7 @@ def test_a_lone_request_larger_than_neos_gpu_stalls_neo_alone():
     load = [Arrival(0.0, 700, 200)]
     with pytest.raises(StalledError, match="1 of 1 requests are never planned"):
         run("neo", PROFILE, load, 1.0)
+    assert run("neo", PROFILE, load, 1.0, may_stall=True).unfinished == 1
     assert run("neoflex", PROFILE, load, 1.0).unfinished == 0
 
 
@@ -233,6 +225,10 @@ def test_the_capacity_is_found_within_a_hundredth():
         found = find_capacity(lambda rate, limit=true_rate: rate <= limit, 1.0)
         assert true_rate / 1.011 <= found <= true_rate
     assert find_capacity(lambda rate: False, 1.0) == 0.0
+    tried = []
+    found = find_capacity(lambda rate: tried.append(rate) or rate <= 3.7, 1.0, tolerance=0.2)
+    assert found == 3.5
+    assert tried == [1.0, 2.0, 4.0, 3.0, 3.5]
 
 
 def test_the_scheduler_learns_what_the_machine_is():

@@ -1,6 +1,6 @@
-"""Machines that exist on paper, as a simulation spec describes them."""
+"""A machine on paper, as a simulation spec describes it: slow and small, so that hundreds of requests take a second."""
 
-BOX = {
+SPEC = {
     "models": {"tiny": {"L": 4, "H": 1024, "nq": 16, "nkv": 4, "hd": 64, "inter": 2816, "V": 32000}},
     "profiles": {
         "box": {
@@ -28,4 +28,3 @@ BOX = {
         }
     },
 }
-"""Slow and small: a few hundred requests are simulated in a second."""

@@ -46,7 +46,7 @@ class GpuOnly:
         # One prompt at most is begun and not complete: the next one only starts when a chunk has left budget.
         budget -= sum(chunk.num_tokens for chunk in chunks)
         new: list[NewSequence] = []
-        free = self._capacity.gpu_blocks - sum(self._blocks(item) for item in self._running)
+        free = self._capacity.gpu_blocks - self.gpu_blocks_used
         while budget > 0 and self._waiting and len(self._running) < self._capacity.max_sequences:
             free -= self._capacity.blocks_for(self._waiting[0].num_tokens)
             if free < (_WATERMARK * self._capacity.gpu_blocks if self._running else 0):
@@ -77,13 +77,29 @@ class GpuOnly:
             self._released.append(record.sequence_id)
         return applied
 
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def gpu_blocks_used(self) -> int:
+        return sum(self._blocks(item) for item in self._running)
+
+    @property
+    def host_blocks_used(self) -> int:
+        return 0
+
     def _blocks(self, record: Record) -> int:
         """That it owns: from its admission those of all it has to prefill."""
         return self._capacity.blocks_for(max(record.to_prefill, record.computed))
 
     def _decodes(self) -> list[Record]:
         """All that are past their prompt; for want of blocks the newest running ones are given up."""
-        used = sum(self._blocks(item) for item in self._running)
+        used = self.gpu_blocks_used
         decodes: list[Record] = []
         for record in list(self._running):
             if record.computed < record.to_prefill or record not in self._running:

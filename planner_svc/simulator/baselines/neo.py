@@ -129,6 +129,22 @@ class Neo:
             self._released.append(record.sequence_id)
         return applied
 
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._on_gpu) + len(self._on_cpu)
+
+    @property
+    def gpu_blocks_used(self) -> int:
+        return sum(self._blocks(item) for item in self._on_gpu)
+
+    @property
+    def host_blocks_used(self) -> int:
+        return sum(self._blocks(item) for item in self._on_cpu)
+
     def _blocks(self, record: Record) -> int:
         return self._capacity.blocks_for(record.num_tokens)
 
@@ -138,7 +154,7 @@ class Neo:
         Returns the swaps, the blocks then used on the GPU, and the tokens left of the budget.
         """
         budget = self._capacity.max_batch_tokens - len(self._on_gpu)
-        used = sum(self._blocks(item) for item in self._on_gpu)
+        used = self.gpu_blocks_used
         swaps: list[Swap] = []
         while self._on_gpu and (budget < 0 or used > self._capacity.gpu_blocks):
             victim = self._on_gpu.pop()
@@ -161,7 +177,7 @@ class Neo:
         """For the GPU up to 95 % of it, then for the CPU; whole prompts, in order of arrival."""
         to_gpu: list[Record] = []
         to_cpu: list[Record] = []
-        cpu_blocks = sum(self._blocks(item) for item in self._on_cpu)
+        cpu_blocks = self.host_blocks_used
         cpu_limit = self._capacity.host_blocks - self._capacity.gpu_blocks
         passing_blocks = 0
         for record in self._waiting:
@@ -199,9 +215,8 @@ class Neo:
                 break
         if not len(second):
             return [first]
-        decode_s = first.gpu_s - first.prefill_s
         alone_s = gpu_only.linear_s + gpu_only.gpu_s
-        both_s = max(first.linear_s + first.prefill_s, second.cpu_s) + max(second.linear_s + decode_s, first.cpu_s)
+        both_s = max(first.linear_s, second.cpu_s) + max(second.linear_s + first.gpu_s, first.cpu_s)
         if gpu_only.num_tokens / alone_s > (first.num_tokens + second.num_tokens) / both_s:
             return [gpu_only]
         return [first, second]
@@ -225,10 +240,12 @@ class Neo:
 
 
 def _slack(halves: tuple[_Half, _Half]) -> tuple[float, float]:
-    """What the CPU attention of either half leaves of the GPU's work beside it."""
+    """What the CPU attention of either half leaves of the GPU's work beside it.
+
+    All attention on the GPU, prompts included, is the first half's; beside it run the second one's linear operations.
+    """
     first, second = halves
-    decode_s = first.gpu_s - first.prefill_s
-    return second.linear_s + decode_s - first.cpu_s, first.linear_s + first.prefill_s - second.cpu_s
+    return second.linear_s + first.gpu_s - first.cpu_s, first.linear_s - second.cpu_s
 
 
 def _sub_batch(half: _Half) -> SubBatch:
