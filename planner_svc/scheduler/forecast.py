@@ -22,7 +22,9 @@ from svc_common.plan import Mode, Tier
 _NUM_ADMISSIONS = 32
 """Over which the rate is measured."""
 _IN_TIME_PER_LATE = 40
+"""So many in time lower the factor by what one late one raises it."""
 _STEP = 1.25
+"""Of the factor, for each late one."""
 _LOWEST, _HIGHEST = 0.5, 4.0
 """Of the factor."""
 _LEAST_SHARE = 0.1
