@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from support.machines import BOX
+from support.box import BOX
 from support.overload import run_classes
 from support.planning import make_capacity, make_estimator
 

@@ -1,4 +1,4 @@
-"""Machines that exist on paper, as a simulation spec describes them."""
+"""A machine that exists on paper, as a simulation spec describes it."""
 
 BOX = {
     "models": {"tiny": {"L": 4, "H": 1024, "nq": 16, "nkv": 4, "hd": 64, "inter": 2816, "V": 32000}},
