@@ -98,6 +98,6 @@ class Estimator(Protocol):
     ) -> float:
         """A whole iteration. Without a second sub-batch and CPU decodes this is the GPU-only batch.
 
-        Beside a cohort there is no second sub-batch. Swaps are bytes over all layers, out to the host and in to the GPU.
+        Beside a cohort there is no second one. Swaps are bytes over all layers, out to the host and in to the GPU.
         """
         ...
