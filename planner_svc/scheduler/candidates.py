@@ -53,6 +53,7 @@ class Work:
         self._cohort_context = sum([item.num_computed_tokens for item in self.cohort]) + len(self.cohort)
         self._chunk_ends: list[int] = []
         self._gpu_context = sum([item.num_computed_tokens for item in gpu_decodes]) + len(gpu_decodes)
+        self._gpu_decode_s = estimator.gpu_decode_s(len(gpu_decodes), self._gpu_context)
         self._cpu_contexts = [0, *accumulate([item.num_computed_tokens + 1 for item in cpu_decodes])]
 
     def take(self, chunks: list[Chunk]) -> None:
@@ -144,14 +145,16 @@ class Work:
     def _division(self, shape: Shape) -> tuple[int, int]:
         """(prefill tokens of the first sub-batch, CPU decodes of the second).
 
-        Both get the same number of tokens as far as prompts allow, so that a second read of the weights costs least;
-        either then hides half of the CPU's attention.
+        Both get the same number of tokens as far as prompts allow, so that a second read of the weights costs least.
+        The CPU's attention is divided as the GPU's work that hides it: beside the first's lie also the GPU decodes.
         """
         if not shape.is_split:
             return shape.num_prefill_tokens, 0
-        half_context = self._cpu_contexts[shape.num_cpu_decodes] / 2
-        num_second = bisect_left(self._cpu_contexts, half_context, 0, shape.num_cpu_decodes)
         num_tokens = shape.num_prefill_tokens + len(self.gpu_decodes) + shape.num_cpu_decodes
+        linear_s = self._estimator.linear_s((num_tokens + 1) // 2)
+        share = linear_s / (2 * linear_s + self._gpu_decode_s) if linear_s else 0.5
+        second_context = share * self._cpu_contexts[shape.num_cpu_decodes]
+        num_second = bisect_left(self._cpu_contexts, second_context, 0, shape.num_cpu_decodes)
         num_second_tokens = min(shape.num_prefill_tokens, max(0, num_tokens // 2 - num_second))
         return shape.num_prefill_tokens - num_second_tokens, num_second
 

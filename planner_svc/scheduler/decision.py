@@ -61,9 +61,9 @@ def decide(
         return chooser.fill(0, has_cohort=True)
     if policy in ("asymmetric", "same_layer"):
         return chooser.fill(num_all, is_split=policy == "asymmetric" and num_all > 0)
-    num_due = num_all if limits.runs_cpu else _num_due(work, limits, start_s)
+    num_due = _num_due(work, limits, start_s)
     options: list[Decision] = []
-    if num_due == 0:
+    if num_due == 0 and not (limits.runs_cpu and num_all):
         options.append(chooser.fill(0))
     for is_split in (False, True) if num_all else ():
         counts = {chooser.largest(num_due, num_all, is_split), chooser.hidden(num_due, num_all, is_split), num_due}

@@ -17,7 +17,7 @@ _SHARE = 0.9
 """Of the tokens that the GPU alone could compute in that time, and that must remain possible: prompts are due, too."""
 _SURPLUS = 1.2
 """Over what the CPU should attend at a time: some of it still prefills."""
-_WEIGHT = 0.02
+_WEIGHT = 0.01
 """Of the newest request in the averages."""
 
 
@@ -26,20 +26,31 @@ class Mix:
 
     def __init__(self) -> None:
         self.prompt_tokens = 0.0
-        self.output_tokens = 0.0
-        self._num_finished = 0
+        self._asked_tokens = 0.0
+        self._generated_tokens = 0.0
+        self._num_finished = 0.0
 
     def arrive(self, sequence: Sequence) -> None:
         """Until answers end, they count as what is asked for at most."""
-        prompt_tokens = len(sequence.request.prompt)
-        self.prompt_tokens = _average(self.prompt_tokens, prompt_tokens)
-        if self._num_finished == 0:
-            self.output_tokens = _average(self.output_tokens, sequence.request.max_new_tokens)
+        self.prompt_tokens = _average(self.prompt_tokens, len(sequence.request.prompt))
+        self._asked_tokens = _average(self._asked_tokens, sequence.request.max_new_tokens)
 
-    def finish(self, sequence: Sequence) -> None:
-        if sequence.outputs:
-            self._num_finished += 1
-            self.output_tokens = _average(self.output_tokens, len(sequence.outputs))
+    def take_tokens(self, num_tokens: int) -> None:
+        """Of any answers."""
+        self._generated_tokens += num_tokens
+
+    def finish(self) -> None:
+        """An answer ended."""
+        self._generated_tokens *= 1 - _WEIGHT
+        self._num_finished = (1 - _WEIGHT) * self._num_finished + 1
+
+    @property
+    def output_tokens(self) -> float:
+        """Tokens over ends: answers still under way count, so that those that end first, the short ones, don't mislead.
+
+        The maximum likelihood of an exponential distribution of which part is still to come.
+        """
+        return (self._asked_tokens + self._generated_tokens) / (1 + self._num_finished)
 
     @property
     def prefill_per_decode(self) -> float:
