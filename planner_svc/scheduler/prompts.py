@@ -16,7 +16,7 @@ _TIME_SHARE = 0.5
 """Of the time that a first token has left, in which its prompt should be computed."""
 _ROOM_SHARE = 0.1
 """Of the GPU's blocks. With more of them free, room waits for prompts, not prompts for room."""
-MAX_OVERTAKEN = 64
+MAX_OVERTAKEN = 16
 """Plans in which shorter prompts may overtake one without targets for which there is no room."""
 _WINDOW = 48
 """Waiting prompts of a kind that a plan looks at: its cost must not depend on how many wait."""
