@@ -148,11 +148,13 @@ class _Chooser:
         return self._most(lowest, highest, lambda count: Shape(0, count, is_split))
 
     def hidden(self, lowest: int, highest: int, is_split: bool) -> int:
-        """CPU decodes whose attention stays hidden beside as much prefill as there is."""
+        """CPU decodes whose attention stays hidden beside as much prefill as there is, or as is wanted with them."""
 
         def fits(count: int) -> bool:
-            shape = Shape(self._num_prefill, count, is_split)
-            return self._work.cpu_excess_s(shape) <= 0
+            num_tokens = self._num_prefill
+            if self._limits.longest_s == float("inf"):
+                num_tokens = self._num_wanted(lambda num: Shape(num, count, is_split))
+            return self._work.cpu_excess_s(Shape(num_tokens, count, is_split)) <= 0
 
         return last_fitting(lowest, highest, fits)
 

@@ -15,7 +15,7 @@ _MARGIN = 0.95
 """Of the pace that the tightest target asks for: contexts grow."""
 _SHARE = 0.9
 """Of the tokens that the GPU alone could compute in that time, and that must remain possible: prompts are due, too."""
-_SURPLUS = 1.5
+_SURPLUS = 2.0
 """Over what the CPU should attend at a time: some of it still prefills."""
 _DRAINED = 0.3
 """Sequences on the CPU for each that waits, at most: as many as a cohort ends while the others are served. More would be
