@@ -120,12 +120,9 @@ class Prompts:
         if self._num_left == 0 or self._waits_for_parked(sequence):
             return None
         num_blocks = self._capacity.blocks_for(sequence.num_tokens)
-        is_overdue = bounds(sequence) and sequence.due_s < self._start_s and self._capacity.host_blocks > 0 and self._placement.computes_in(Tier.HOST)
         for tier in (Tier.GPU, Tier.HOST):
             margin = self._placement.margin(tier, self._residents[tier])
             if not self._placement.computes_in(tier) or num_blocks + margin > self._free[tier]:
-                continue
-            if tier is Tier.GPU and is_overdue and self.is_crowded:
                 continue
             if tier is Tier.HOST and not self._is_welcome(sequence, num_blocks):
                 return None
@@ -148,7 +145,7 @@ class Prompts:
         self._pace.join(sequence, tier)
 
     def _is_welcome(self, sequence: Sequence, num_blocks: int) -> bool:
-        if not any(self._residents.values()) or self._pace.allows(sequence) or (bounds(sequence) and sequence.due_s < self._start_s):
+        if not any(self._residents.values()) or self._pace.allows(sequence):
             return True
         # The GPU is no alternative to one that is larger: it must come in whatever that costs.
         has_no_other = num_blocks > self._capacity.gpu_blocks
