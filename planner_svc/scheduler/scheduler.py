@@ -99,7 +99,6 @@ class Scheduler:
         if len(self._queue) >= self._max_waiting:
             raise AdmissionError(AdmissionReason.QUEUE_FULL, "requests", self._max_waiting)
         self._forecast.check(request, self._start_s(now), now)
-        self._forecast.inflow.wait(now)
         sequence = Sequence(self._next_id, request)
         self._next_id += 1
         arrive(sequence, now)
@@ -119,7 +118,7 @@ class Scheduler:
             return
         if sequence.outputs:
             self._mix.finish()
-        self._forecast.forget(sequence_id)
+        self._forecast.note_end(sequence)
         if sequence.state is State.RUNNING:
             self._residency.leave(sequence, State.FINISHED)
         elif sequence.state is State.WAITING:
@@ -178,7 +177,7 @@ class Scheduler:
         """What the plan gives to whom, for those who share it out and who foretell."""
         self._residency.note_prefilled(sum(chunk.num_tokens for chunk in (*batch.chunks[0], *batch.chunks[1])))
         admitted = self._residency.changes.new_sequences
-        self._forecast.inflow.let_in(sum(len(new.token_ids) for new in admitted), now, is_empty=not len(self._queue))
+        self._forecast.note_plan(sum(len(new.token_ids) for new in admitted), now)
         if not self._queue.shares.is_single:
             self._queue.shares.charge(batch)
 
