@@ -137,6 +137,8 @@ class Counters:
 
     gpu_only_iterations: int
     asymmetric_iterations: int
+    same_layer_iterations: int
+    decoupled_iterations: int
     gpu_attended_tokens: int
     cpu_attended_tokens: int
     swapped_out_bytes: int
@@ -152,8 +154,6 @@ class Counters:
     cpu_wait_ns: int
     cpu_attention_ns: int
     planning_ns: int
-    same_layer_iterations: int
-    decoupled_iterations: int
     cpu_threads_grown: int
     cpu_threads_shrunk: int
 

@@ -1,6 +1,7 @@
 """What the engine counts: sums over results, requests at the door, and how fast requests end."""
 
 from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from svc_common.plan import IterationResult
@@ -55,6 +56,36 @@ class ClassLoad:
     name: str
     num_waiting: int
     num_running: int
+
+
+class ClassTallies:
+    """Keeps count of every class's requests."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.counters = {name: ClassCounters() for name in sorted(names)}
+        self._num_in_hand = dict.fromkeys(self.counters, 0)
+
+    def accept(self, name: str) -> None:
+        self._num_in_hand[name] += 1
+
+    def refuse(self, name: str) -> None:
+        """For being late."""
+        self.counters[name].refused += 1
+
+    def end(self, name: str) -> None:
+        """However."""
+        self._num_in_hand[name] -= 1
+
+    def judge(self, name: str, targets_met: bool | None) -> None:
+        """One finished; None where nothing was due."""
+        if targets_met is not None:
+            self.counters[name].in_time += targets_met
+            self.counters[name].late += not targets_met
+
+    def loads(self, num_waiting_of: Callable[[str], int]) -> tuple[ClassLoad, ...]:
+        """By name."""
+        waiting = {name: num_waiting_of(name) for name in self.counters}
+        return tuple(ClassLoad(name, num, self._num_in_hand[name] - num) for name, num in waiting.items())
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from planner_svc import refusals
 from planner_svc.classes import ServiceClasses
-from planner_svc.counters import ClassCounters, ClassLoad, Counters, FinishRate, Load
+from planner_svc.counters import ClassTallies, Counters, FinishRate, Load
 from planner_svc.estimator import Estimator
 from planner_svc.generation import EndReason, Generation, GenerationRequest
 from planner_svc.scheduler import (
@@ -58,9 +58,7 @@ class Engine:
         self._last_progress_s = 0.0
         self._finish_rate = FinishRate()
         self.counters = Counters()
-        self.class_counters = {name: ClassCounters() for name in sorted(classes.by_name)}
-        self._num_in_hand = dict.fromkeys(self.class_counters, 0)
-        """Requests by class."""
+        self.classes = ClassTallies(classes.by_name)
         self.wake = asyncio.Event()
         """Set when there may be something to plan."""
         self.changed = asyncio.Event()
@@ -101,7 +99,7 @@ class Engine:
             # Its targets count from the call, not from when the prompt was tokenized.
             sequence_id = self._scheduler.add(sequence, request.arrival_ns * 1e-9)
         except LateError as error:
-            self.class_counters[request.service_class.name].refused += 1
+            self.classes.refuse(request.service_class.name)
             raise refusals.too_late(error, request.service_class.name, self._place_free_s()) from error
         except AdmissionError as error:
             raise self._refusal(error, prompt_field) from error
@@ -115,7 +113,7 @@ class Engine:
             loop = asyncio.get_running_loop()
             self._timers[sequence_id] = loop.call_later(left_s, self._finish, generation, EndReason.TIME_LIMIT)
         self.counters.accepted_requests += 1
-        self._num_in_hand[request.service_class.name] += 1
+        self.classes.accept(request.service_class.name)
         self.wake.set()
         return generation
 
@@ -248,12 +246,8 @@ class Engine:
             gpu_blocks=capacity.gpu_blocks,
             host_blocks_used=scheduler.host_blocks_used,
             host_blocks=capacity.host_blocks,
-            classes=tuple(self._class_load(name, scheduler) for name in self.class_counters),
+            classes=self.classes.loads(scheduler.num_waiting_of),
         )
-
-    def _class_load(self, name: str, scheduler: Scheduler) -> ClassLoad:
-        num_waiting = scheduler.num_waiting_of(name)
-        return ClassLoad(name, num_waiting, self._num_in_hand[name] - num_waiting)
 
     def scheduler_counters(self) -> SchedulerCounters:
         """What the scheduler has counted since the planner started."""
@@ -265,10 +259,7 @@ class Engine:
         recomputations = self._remove(generation)
         if recomputations is not None:
             generation.finish(reason, matched, recomputations, time.monotonic_ns())
-            if generation.finished.targets_met is not None:
-                counters = self.class_counters[generation.request.service_class.name]
-                counters.in_time += generation.finished.targets_met
-                counters.late += not generation.finished.targets_met
+            self.classes.judge(generation.request.service_class.name, generation.finished.targets_met)
 
     def _fail(self, generation: Generation, error: ServiceError) -> None:
         if self._remove(generation) is not None:
@@ -279,7 +270,7 @@ class Engine:
         if self._by_sequence.pop(generation.sequence_id, None) is None:
             return None
         del self._by_request[generation.request.request_id]
-        self._num_in_hand[generation.request.service_class.name] -= 1
+        self.classes.end(generation.request.service_class.name)
         timer = self._timers.pop(generation.sequence_id, None)
         if timer:
             timer.cancel()

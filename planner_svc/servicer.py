@@ -116,7 +116,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             uptime_s=time.monotonic() - self._started_s,
             block_tokens=self._model.block_tokens,
             counters=messages.counters_message(self._engine.counters, self._engine.scheduler_counters()),
-            service_classes=messages.class_messages(self._classes, self._engine.class_counters),
+            service_classes=messages.class_messages(self._classes, self._engine.classes.counters),
         )
         if placement := self._placement():
             response.device = placement.device

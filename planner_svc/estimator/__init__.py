@@ -1,7 +1,14 @@
 """Says how long a batch will take, from a machine's figures or from measured tables; the scheduler chooses by it."""
 
 from planner_svc.estimator.calibration import Calibration
-from planner_svc.estimator.estimator import EMPTY_LOAD, Estimator, SubBatchLoad
+from planner_svc.estimator.estimator import (
+    EMPTY_LOAD,
+    NO_COHORT,
+    CohortLoad,
+    Estimator,
+    SubBatchLoad,
+    hidden_cohort_layers,
+)
 from planner_svc.estimator.hardware import HardwareSpec, ModelFigures
 from planner_svc.estimator.roofline import RooflineEstimator
 from planner_svc.estimator.table_estimator import TableEstimator
@@ -10,7 +17,9 @@ from planner_svc.estimator.timeline import Timeline
 
 __all__ = [
     "EMPTY_LOAD",
+    "NO_COHORT",
     "Calibration",
+    "CohortLoad",
     "DecodePoint",
     "Estimator",
     "HardwareSpec",
@@ -22,4 +31,5 @@ __all__ = [
     "SubBatchLoad",
     "TableEstimator",
     "Timeline",
+    "hidden_cohort_layers",
 ]

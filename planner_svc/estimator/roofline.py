@@ -5,11 +5,20 @@ Two sub-batches 0 and 1 in a layer, a their attention on the GPU, c on the CPU (
     stage 1 = max{linear 0 + a1, c1}        stage 2 = max{linear 1 + a0, c0}
 
 The first layer's stage 1 and the last one's stage 2 have nothing from the neighbouring layer beside them.
+
+A cohort's layer takes its attention on the CPU, its linear operations on the GPU, and half a layer of the batch until
+the GPU is free for them: tau = attention + linear + layer / 2 (simulation spec, "decoupled"). There it advances
+x = pass / tau layers while the batch goes through its L, pass = L layer / (1 - linear / tau): a mean, which need not be
+whole. A whole number m of them takes the longer of what the GPU and what the cohort needs,
+
+    pass = max{L layer + m linear, m tau}
+
+up to m = floor(x) the former, so that the cohort costs its linear operations alone; where x is whole both agree.
 """
 
 from collections.abc import Iterable
 
-from planner_svc.estimator.estimator import EMPTY_LOAD, SubBatchLoad
+from planner_svc.estimator.estimator import EMPTY_LOAD, NO_COHORT, CohortLoad, SubBatchLoad
 from planner_svc.estimator.hardware import HardwareSpec, ModelFigures
 from planner_svc.estimator.timeline import Timeline
 
@@ -73,13 +82,15 @@ class RooflineEstimator:
         second: SubBatchLoad = EMPTY_LOAD,
         swap_out_bytes: int = 0,
         swap_in_bytes: int = 0,
+        cohort: CohortLoad = NO_COHORT,
     ) -> float:
         """Layers and head, and what of the swaps the layers don't hide; both ways of the link at once."""
-        layers_s = self._layers_s(first, second)
+        layers_s = self._layers_s(first, second, cohort)
         swap_out_bytes += self.kv_bytes_per_token * (first.host_prefill_tokens + second.host_prefill_tokens)
         swap_in_bytes += self.kv_bytes_per_token * (first.host_past_tokens + second.host_past_tokens)
         swap_s = self.swap_s(max(swap_out_bytes, swap_in_bytes))
-        return max(layers_s, swap_s) + self.head_s(first.num_items + second.num_items) + self._iteration_s
+        num_items = first.num_items + second.num_items + cohort.num_outputs
+        return max(layers_s, swap_s) + self.head_s(num_items) + self._iteration_s
 
     def timeline(
         self,
@@ -87,34 +98,46 @@ class RooflineEstimator:
         second: SubBatchLoad = EMPTY_LOAD,
         swap_out_bytes: int = 0,
         swap_in_bytes: int = 0,
+        cohort: CohortLoad = NO_COHORT,
     ) -> Timeline:
         """The same iteration as how long each processor and each way of the link works in it."""
-        total_s = self.iteration_s(first, second, swap_out_bytes, swap_in_bytes)
+        total_s = self.iteration_s(first, second, swap_out_bytes, swap_in_bytes, cohort)
         swap_out_bytes += self.kv_bytes_per_token * (first.host_prefill_tokens + second.host_prefill_tokens)
         swap_in_bytes += self.kv_bytes_per_token * (first.host_past_tokens + second.host_past_tokens)
         gpu_layer_s = sum(self.linear_s(load.num_tokens) + self._gpu_attention_s(load) for load in (first, second))
         cpu_layer_s = sum(self._cpu_attention_s(load) for load in (first, second))
+        cohort_linear_s = self.linear_s(cohort.num_sequences)
+        cohort_cpu_s = self.cpu_decode_s(cohort.num_sequences, cohort.context_tokens)
+        num_items = first.num_items + second.num_items + cohort.num_outputs
         return Timeline(
             total_s=total_s,
-            gpu_s=self.num_layers * gpu_layer_s + self.head_s(first.num_items + second.num_items),
-            cpu_s=self.num_layers * cpu_layer_s,
+            gpu_s=self.num_layers * gpu_layer_s + cohort.num_layers * cohort_linear_s + self.head_s(num_items),
+            cpu_s=self.num_layers * cpu_layer_s + cohort.num_layers * cohort_cpu_s,
             link_out_s=self.swap_s(swap_out_bytes),
             link_in_s=self.swap_s(swap_in_bytes),
         )
 
-    def _layers_s(self, first: SubBatchLoad, second: SubBatchLoad) -> float:
+    def _layers_s(self, first: SubBatchLoad, second: SubBatchLoad, cohort: CohortLoad) -> float:
         linear0, gpu0, cpu0 = (
             self.linear_s(first.num_tokens),
             self._gpu_attention_s(first),
             self._cpu_attention_s(first),
         )
         if second.num_tokens == 0:
-            return self.num_layers * (linear0 + max(gpu0, cpu0))
+            return self._beside_cohort_s(linear0 + max(gpu0, cpu0), cohort)
         linear1 = self.linear_s(second.num_tokens)
         gpu1, cpu1 = self._gpu_attention_s(second), self._cpu_attention_s(second)
         stages_s = max(linear0 + gpu1, cpu1) + max(linear1 + gpu0, cpu0)
         ends_s = (linear0 + linear1) / 2 + max(linear1 / 2 + gpu0, cpu0) + max(linear0 / 2 + gpu1, cpu1)
         return (self.num_layers - 1) * stages_s + ends_s
+
+    def _beside_cohort_s(self, layer_s: float, cohort: CohortLoad) -> float:
+        batch_s = self.num_layers * layer_s
+        if cohort.num_layers == 0:
+            return batch_s
+        linear_s = self.linear_s(cohort.num_sequences)
+        tau_s = self.cpu_decode_s(cohort.num_sequences, cohort.context_tokens) + linear_s + layer_s / 2
+        return max(batch_s + cohort.num_layers * linear_s, cohort.num_layers * tau_s)
 
     def _gpu_attention_s(self, load: SubBatchLoad) -> float:
         decode_s = self.gpu_decode_s(load.num_gpu_decodes, load.gpu_context_tokens)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from planner_svc.estimator.estimator import EMPTY_LOAD, SubBatchLoad
+from planner_svc.estimator.estimator import EMPTY_LOAD, NO_COHORT, CohortLoad, SubBatchLoad
 from planner_svc.estimator.interpolation import Curve, Surface
 from planner_svc.estimator.tables import DecodePoint, LinearPoint, OperationTables
 
@@ -11,7 +11,7 @@ class TableEstimator:
     """An Estimator over OperationTables. Uncalibrated: `Calibration` corrects what it says."""
 
     def __init__(self, tables: OperationTables, num_layers: int) -> None:
-        self._num_layers = num_layers
+        self.num_layers = num_layers
         self.cpu_scale = 1.0
         """On attention on the CPU, where other threads compute than those that were measured."""
         self._linear = _curve(tables.linear)
@@ -54,6 +54,7 @@ class TableEstimator:
         second: SubBatchLoad = EMPTY_LOAD,
         swap_out_bytes: int = 0,
         swap_in_bytes: int = 0,
+        cohort: CohortLoad = NO_COHORT,
     ) -> float:
         """One batch: L * (lin0 + max{pre0 + gdec0, cpu0}); the GPU's attention runs beside the CPU's.
 
@@ -66,17 +67,32 @@ class TableEstimator:
         gpu_decode_s = self.gpu_decode_s(first.num_gpu_decodes, first.gpu_context_tokens)
         cpu_s = self.cpu_decode_s(first.num_cpu_decodes, first.cpu_context_tokens)
         if second.num_tokens == 0:
-            layer_s = linear_s + max(prefill_s + gpu_decode_s, cpu_s)
+            layers_s = self._beside_cohort_s(linear_s + max(prefill_s + gpu_decode_s, cpu_s), cohort)
         else:
             second_linear_s = self.linear_s(second.num_tokens)
             second_cpu_s = self.cpu_decode_s(second.num_cpu_decodes, second.cpu_context_tokens)
             layer_s = max(linear_s + prefill_s, second_cpu_s) + max(second_linear_s + gpu_decode_s, cpu_s)
+            layers_s = self.num_layers * layer_s
         return (
-            self._num_layers * layer_s
-            + self.head_s(first.num_outputs + second.num_outputs)
+            layers_s
+            + self.head_s(first.num_outputs + second.num_outputs + cohort.num_outputs)
             + self.swap_s(swap_out_bytes + swap_in_bytes)
             + self._overhead_s
         )
+
+    def _beside_cohort_s(self, layer_s: float, cohort: CohortLoad) -> float:
+        """Of the batch's L layers, floor(L / m) or one more lie beside the attention of each of the cohort's m.
+
+        See gpu_svc/pipeline.py: sum over the cohort's layers of linear + max{attention, their number * layer}.
+        """
+        if cohort.num_layers == 0:
+            return self.num_layers * layer_s
+        linear_s = self.linear_s(cohort.num_sequences)
+        attention_s = self.cpu_decode_s(cohort.num_sequences, cohort.context_tokens)
+        num_beside, num_longer = divmod(self.num_layers, cohort.num_layers)
+        num_shorter = cohort.num_layers - num_longer
+        longer_s, shorter_s = max(attention_s, (num_beside + 1) * layer_s), max(attention_s, num_beside * layer_s)
+        return cohort.num_layers * linear_s + num_longer * longer_s + num_shorter * shorter_s
 
 
 def _curve(points: Sequence[LinearPoint]) -> Curve | None:

@@ -2,6 +2,7 @@
 
 from planner_svc.estimator import Calibration, Estimator
 from planner_svc.scheduler.candidates import Shape, Work
+from planner_svc.scheduler.cohort import Cohort
 from planner_svc.scheduler.costs import knee_tokens, prefill_tokens_per_s
 from planner_svc.scheduler.decision import Bounds
 from planner_svc.scheduler.limits import Capacity, ModePolicy
@@ -44,13 +45,14 @@ class Assembly:
         self._knee_tokens = knee_tokens(estimator, capacity.max_batch_tokens)
         self._prefill_tokens_per_s = prefill_tokens_per_s(estimator, self._knee_tokens)
 
-    def collect(self, decodes: Decodes, start_s: float) -> tuple[Work, Bounds, list[Sequence]]:
+    def collect(self, decodes: Decodes, cohort: Cohort, start_s: float) -> tuple[Work, Bounds, list[Sequence]]:
         """What could run, how long it may take, and the prompts held back for want of the CPU's time."""
         capacity, residency = self._capacity, self._residency
-        work = Work(self._estimator, decodes.gpu, decodes.host, self._swap_bytes())
+        members = cohort.members if cohort.is_under_way else self._stepping(decodes.host)
+        work = Work(self._estimator, decodes.gpu, decodes.host, self._swap_bytes(), members, cohort.next_layer)
         longest_s = self._longest_s(work, decodes, start_s)
         # Prompts get what decodes leave, those on the CPU included, so that they never crowd them out.
-        budget = capacity.max_batch_tokens - len(decodes.gpu) - len(decodes.host)
+        budget = capacity.max_batch_tokens - len(decodes.gpu) - len(decodes.host) - len(cohort.members)
         if longest_s == float("inf"):
             budget = min(budget, max(_BATCH_TOKENS, _BATCH_KNEES * self._knee_tokens))
         ratio = self._mix.prefill_per_decode
@@ -68,6 +70,12 @@ class Assembly:
             prefill_worth=1 / max(ratio, 1e-3),
         )
         return work, limits, prompts.held_back
+
+    def _stepping(self, host_decodes: list[Sequence]) -> list[Sequence]:
+        """Who would go as a cohort: all, but nobody as long as one is due, since a step takes many iterations."""
+        if self._policy == "decoupled" or (self._policy == "auto" and not any(map(bounds, host_decodes))):
+            return host_decodes
+        return []
 
     def _swap_bytes(self) -> tuple[int, int]:
         """Out to the host and in to the GPU, of the moves decided so far."""
@@ -91,5 +99,6 @@ class Assembly:
             max_tokens=self._capacity.max_batch_tokens,
             max_sequences=self._capacity.max_sequences,
             prefill_per_decode=prefill_per_decode if len(self._queue) else 0.0,
-            admits_all=self._policy == "asymmetric",
+            num_waiting=len(self._queue),
+            admits_all=self._policy != "auto",
         )

@@ -2,9 +2,10 @@
 
     first token = tokens ahead / rate of prefill  +  tokens ahead beyond the free room / rate at which room comes free
 
-The first rate is the estimator's; the second is measured: prompt tokens that were let in, per second in which any
-waited. What this leaves out, a factor learns from outcomes: it rises with each request that was let in and came too
-late, and falls with each that came in time, so that about one of `_IN_TIME_PER_LATE` is late.
+The first rate is the estimator's; the second is measured: prompt tokens a second that were let in while others had to
+wait, or of requests that ended, whichever is more. What this leaves out, a factor learns from outcomes: it rises with
+each request that was let in and came too late, and falls with each that came in time, so that about one of
+`_IN_TIME_PER_LATE` is late.
 """
 
 from collections import deque
@@ -15,52 +16,56 @@ from planner_svc.scheduler.admission import AdmissionReason, LateError
 from planner_svc.scheduler.costs import knee_tokens, prefill_tokens_per_s
 from planner_svc.scheduler.limits import Capacity
 from planner_svc.scheduler.residency import Residency
-from planner_svc.scheduler.sequence import Sequence, SequenceRequest
+from planner_svc.scheduler.sequence import Sequence, SequenceRequest, State
 from planner_svc.scheduler.waiting import ClassLanes, WaitingQueue
 from svc_common.plan import Mode, Tier
 
-_NUM_ADMISSIONS = 32
-"""Over which the rate is measured."""
+_NUM_MARKS = 32
+"""Admissions, and ends, over which a rate is measured."""
 _IN_TIME_PER_LATE = 40
+"""So many in time lower the factor by what one late one raises it."""
 _STEP = 1.25
+"""Of the factor, for each late one."""
 _LOWEST, _HIGHEST = 0.5, 4.0
 """Of the factor."""
 _LEAST_SHARE = 0.1
 """Of the executor, that prompts have beside decodes."""
 
 
-class Inflow:
-    """How fast prompts have been let in while any waited."""
+class Flow:
+    """Tokens per second of counted time, over the last so many times that any came."""
 
     def __init__(self) -> None:
-        self._waited_s = 0.0
-        """With something in the queue, so far."""
+        self._counted_s = 0.0
         self._since_s: float | None = None
-        """When the queue last became non-empty, or the time up to which that is counted."""
+        """Up to when the time is counted; None while none is."""
         self._num_tokens = 0
-        self._marks: deque[tuple[float, int]] = deque(maxlen=_NUM_ADMISSIONS)
+        self._marks: deque[tuple[float, int]] = deque(maxlen=_NUM_MARKS)
 
-    def wait(self, now: float) -> None:
-        """Something waits."""
-        if self._since_s is None:
-            self._since_s = now
+    @property
+    def is_counting(self) -> bool:
+        return self._since_s is not None
 
-    def let_in(self, num_tokens: int, now: float, is_empty: bool) -> None:
-        """A plan admits prompts of so many tokens; whether nothing waits any more."""
-        if self._since_s is not None:
-            self._waited_s += max(0.0, now - self._since_s)
-        self._since_s = None if is_empty else now
-        if num_tokens:
-            self._num_tokens += num_tokens
-            self._marks.append((self._waited_s, self._num_tokens))
+    def advance_to(self, now: float, counts_on: bool) -> None:
+        """Whether the time from here on counts."""
+        self._counted_s = self._counted_by(now)
+        self._since_s = now if counts_on else None
 
-    def tokens_per_s(self, now: float) -> float | None:
-        """None where too little is known."""
+    def add(self, num_tokens: int) -> None:
+        """They came by the time that was advanced to."""
+        self._num_tokens += num_tokens
+        self._marks.append((self._counted_s, self._num_tokens))
+
+    def tokens_per_s(self, now: float) -> float:
+        """0 where too little is known."""
         if len(self._marks) < 2:
-            return None
-        waited_s = self._waited_s + (max(0.0, now - self._since_s) if self._since_s is not None else 0.0)
+            return 0.0
         first_s, first_tokens = self._marks[0]
-        return (self._num_tokens - first_tokens) / (waited_s - first_s) if waited_s > first_s else None
+        counted_s = self._counted_by(now) - first_s
+        return (self._num_tokens - first_tokens) / counted_s if counted_s > 0 else 0.0
+
+    def _counted_by(self, now: float) -> float:
+        return self._counted_s + (max(0.0, now - self._since_s) if self._since_s is not None else 0.0)
 
 
 class Forecast:
@@ -80,10 +85,21 @@ class Forecast:
         self._residency = residency
         self._queue = queue
         self._prefill_tokens_per_s = prefill_tokens_per_s(estimator, knee_tokens(estimator, capacity.max_batch_tokens))
-        self.inflow = Inflow()
+        self._inflow = Flow()
+        """Prompts let in while others had to wait."""
+        self._outflow = Flow()
+        """Prompts of those that ended, while any ran: each leaves room for another."""
         self._factor = 1.0
         self._overdue: set[int] = set()
         """Known to be late before their first token came."""
+
+    def note_plan(self, num_admitted_tokens: int, now: float) -> None:
+        """A plan was made that lets in prompts of so many tokens."""
+        was_crowded = self._inflow.is_counting
+        self._inflow.advance_to(now, counts_on=len(self._queue) > 0)
+        self._outflow.advance_to(now, counts_on=bool(self._residency.sequences))
+        if was_crowded and num_admitted_tokens:
+            self._inflow.add(num_admitted_tokens)
 
     def note_overdue(self, sequences: Iterable[Sequence]) -> None:
         """Their first token did not come in time. It may be long until it does, and whoever comes now needs to know."""
@@ -103,9 +119,11 @@ class Forecast:
         if _was_foretold(sequence) and not is_known and came_late(sequence, now):
             self._learn(is_late=True)
 
-    def forget(self, sequence_id: int) -> None:
+    def note_end(self, sequence: Sequence) -> None:
         """It ended, however."""
-        self._overdue.discard(sequence_id)
+        self._overdue.discard(sequence.sequence_id)
+        if sequence.state is not State.WAITING:
+            self._outflow.add(len(sequence.request.prompt))
 
     def _learn(self, is_late: bool) -> None:
         step = _STEP if is_late else _STEP ** (-1 / _IN_TIME_PER_LATE)
@@ -142,7 +160,7 @@ class Forecast:
         share = max(_LEAST_SHARE, 1 - decode_share)
         prefill_s = (num_begun + num_waiting) / (self._prefill_tokens_per_s * share)
         num_roomless = num_waiting - max(0, self._residency.free(Tier.GPU)) * self._capacity.block_tokens
-        rate = self.inflow.tokens_per_s(now)
+        rate = max(self._inflow.tokens_per_s(now), self._outflow.tokens_per_s(now))
         room_s = num_roomless / rate if num_roomless > 0 and rate else 0.0
         return prefill_s * self._calibration.factor(Mode.GPU_ONLY) + room_s
 

@@ -5,6 +5,7 @@ one thus always progresses, and no two can evict one another for ever. Which of 
 priority, lateness and cost alone.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from planner_svc.scheduler.costs import Costs
@@ -16,8 +17,8 @@ from planner_svc.scheduler.victims import Victims
 from planner_svc.scheduler.waiting import WaitingQueue
 from svc_common.plan import Tier
 
-_MARGIN = 0.02
-"""Share of a tier that neither admission nor swapping in may fill."""
+_MARGIN, _SWAP_MARGIN = 0.02, 0.01
+"""Share of a tier that neither admission nor swapping in may fill; the second where one that must leave is swapped."""
 
 
 @dataclass(slots=True)
@@ -42,6 +43,7 @@ class Placement:
     ) -> None:
         self._capacity = capacity
         self._host_decodes = policy != "gpu_only"
+        self._margin = _SWAP_MARGIN if capacity.host_blocks else _MARGIN
         self._residency = residency
         self._queue = queue
         self._tally = tally
@@ -67,12 +69,12 @@ class Placement:
     def margin(self, tier: Tier, num_residents: int) -> int:
         """Blocks to leave free when a sequence comes to a tier, so that it is not soon swapped out again.
 
-        5 %, or the next block of each resident where that is more; none in an empty tier, which must take whatever
+        A share, or the next block of each resident where that is more; none in an empty tier, which must take whatever
         fits.
         """
         if num_residents == 0:
             return 0
-        return max(round(self._capacity.blocks(tier) * _MARGIN), num_residents)
+        return max(round(self._capacity.blocks(tier) * self._margin), num_residents)
 
     def swap_in(self) -> None:
         """Brings sequences back from the host, oldest first, while a margin stays free.
@@ -89,7 +91,7 @@ class Placement:
         if room <= 0 or residency.num_on(Tier.HOST) == 0:
             return
         for sequence in residency.sequences:
-            if sequence.tier is not Tier.HOST:
+            if sequence.tier is not Tier.HOST or sequence.state is not State.RUNNING:
                 continue
             if head is not None and not self._host_decodes and head.sequence_id < sequence.sequence_id:
                 return
@@ -102,11 +104,13 @@ class Placement:
     def _fits_empty_gpu(self, sequence: Sequence) -> bool:
         return self._capacity.blocks_for(sequence.num_tokens) <= self._capacity.gpu_blocks
 
-    def reserve_decodes(self, budget: int) -> Decodes:
-        """Finds room for one more token of each decoding sequence, at most `budget`, oldest first.
+    def reserve_decodes(self, max_tokens: int, cohort: Collection[Sequence] = ()) -> Decodes:
+        """Finds room for one more token of each decoding sequence, at most `max_tokens` with the cohort, oldest first.
 
-        Blocks on the GPU are given now; on the host promised, since the balance may yet pass a sequence over.
+        Blocks on the GPU are given now; on the host promised, since the balance may yet pass a sequence over. While a
+        cohort is in its step, nobody else decodes on the host.
         """
+        budget, host_decodes = max_tokens - len(cohort), self._host_decodes and not cohort
         decodes, residency = Decodes(), self._residency
         self._victims = Victims(residency, self._costs)
         block_tokens, running, gpu = self._capacity.block_tokens, State.RUNNING, Tier.GPU
@@ -117,7 +121,7 @@ class Placement:
             # Earlier, older ones may have evicted it.
             if sequence.state is not running or num_computed < sequence.num_prefill_tokens:
                 continue
-            if not (self._host_decodes or sequence.tier is gpu):
+            if not (host_decodes or sequence.tier is gpu):
                 continue
             lacks_block = num_computed >= len(sequence.blocks) * block_tokens
             if lacks_block and not self._find_room(sequence):
@@ -127,7 +131,7 @@ class Placement:
                 decodes.gpu.append(sequence)
                 if lacks_block:
                     residency.grow(sequence)
-            else:
+            elif host_decodes:
                 decodes.host.append(sequence)
                 if lacks_block:
                     residency.promise_host_block()

@@ -8,6 +8,7 @@ from planner_svc.estimator import Calibration, Estimator
 from planner_svc.scheduler.admission import AdmissionError, AdmissionReason, check
 from planner_svc.scheduler.assembly import Assembly
 from planner_svc.scheduler.batch import Batch
+from planner_svc.scheduler.cohort import Cohort
 from planner_svc.scheduler.costs import Costs
 from planner_svc.scheduler.decision import decide
 from planner_svc.scheduler.events import Applied, Counters, Tally, TokenEvent
@@ -15,9 +16,10 @@ from planner_svc.scheduler.forecast import Forecast
 from planner_svc.scheduler.limits import Capacity, ModePolicy
 from planner_svc.scheduler.pace import Mix
 from planner_svc.scheduler.placement import Placement
+from planner_svc.scheduler.reservation import Reservation
 from planner_svc.scheduler.residency import Residency
 from planner_svc.scheduler.sequence import Sequence, SequenceRequest, State
-from planner_svc.scheduler.urgency import arrive, is_aged, schedule_token, take_first_token
+from planner_svc.scheduler.urgency import arrive, is_aged, take_first_token
 from planner_svc.scheduler.waiting import WaitingQueue
 from svc_common.plan import IterationPlan, IterationResult, Mode, Tier
 
@@ -71,6 +73,8 @@ class Scheduler:
         costs = Costs(capacity, estimator, self._calibration)
         self._placement = Placement(capacity, self._policy, self._residency, self._queue, self._tally, costs)
         self._forecast = Forecast(capacity, estimator, self._calibration, self._residency, self._queue)
+        self._reservation = Reservation(self._residency, self._placement, self._queue, self._tally)
+        self._cohort = Cohort(self._residency)
         self._nothing_to_plan = False
         """The last attempt found nothing, and nothing has changed since."""
         self._running_since_s = 0.0
@@ -95,7 +99,6 @@ class Scheduler:
         if len(self._queue) >= self._max_waiting:
             raise AdmissionError(AdmissionReason.QUEUE_FULL, "requests", self._max_waiting)
         self._forecast.check(request, self._start_s(now), now)
-        self._forecast.inflow.wait(now)
         sequence = Sequence(self._next_id, request)
         self._next_id += 1
         arrive(sequence, now)
@@ -106,12 +109,16 @@ class Scheduler:
         return sequence.sequence_id
 
     def finish(self, sequence_id: int) -> None:
-        """Ends a sequence: frees its blocks at once, drops its tokens in flight. Does nothing for one that ended."""
+        """Ends a sequence: frees its blocks at once, or when its cohort's step ends; drops its tokens in flight.
+
+        Does nothing for one that ended.
+        """
         sequence = self._live.pop(sequence_id, None)
         if sequence is None:
             return
-        self._mix.finish(sequence)
-        self._forecast.forget(sequence_id)
+        if sequence.outputs:
+            self._mix.finish()
+        self._forecast.note_end(sequence)
         if sequence.state is State.RUNNING:
             self._residency.leave(sequence, State.FINISHED)
         elif sequence.state is State.WAITING:
@@ -126,7 +133,7 @@ class Scheduler:
         """False: `plan` would return None. True: it is worth asking; an answer of None then lasts until a change."""
         if len(self._in_flight) == MAX_UNAPPLIED or self._nothing_to_plan:
             return False
-        return bool(self._live or self._residency.changes)
+        return bool(self._live or self._residency.changes or self._cohort.is_under_way)
 
     def plan(self, now: float) -> IterationPlan | None:
         """The next iteration, its blocks and tokens reserved; None where there is nothing to do or tell.
@@ -136,20 +143,21 @@ class Scheduler:
         if not self.has_work():
             return None
         self._gone.clear()
-        placement, residency = self._placement, self._residency
+        placement, residency, cohort = self._placement, self._residency, self._cohort
         self._forecast.note_overdue(self._queue.refresh(now))
         placement.retire_spent()
         placement.swap_in()
         start_s = self._start_s(now)
-        decodes = placement.reserve_decodes(self._capacity.max_batch_tokens)
+        decodes = placement.reserve_decodes(self._capacity.max_batch_tokens, cohort.members)
         decodes.host.sort(key=lambda item: (not is_aged(item), item.is_late, item.due_s, item.sequence_id))
-        work, limits, held_back = self._assembly.collect(decodes, start_s)
-        decision = decide(work, limits, self._calibration, self._policy, start_s)
+        work, limits, held_back = self._assembly.collect(decodes, cohort, start_s)
+        decision = decide(work, limits, self._calibration, self._policy, start_s, cohort.is_under_way)
         batch, uncalibrated_s = work.batch(decision.shape), decision.uncalibrated_s
-        for sequence in (*work.cpu_decodes[decision.shape.num_cpu_decodes :], *held_back):
+        passed_over = [] if batch.cohort else work.cpu_decodes[decision.shape.num_cpu_decodes :]
+        for sequence in (*passed_over, *held_back):
             sequence.num_passed_over += 1
         predicted_s = uncalibrated_s * self._calibration.factor(batch.mode)
-        expected = self._reserve(batch, start_s + predicted_s)
+        expected = self._reservation.take(batch, start_s + predicted_s)
         self._account(batch, now)
         self._nothing_to_plan = not (batch.has_work or residency.changes)
         if self._nothing_to_plan:
@@ -160,13 +168,16 @@ class Scheduler:
         self._in_flight.append(
             _InFlight(self._iteration, batch.mode, batch.has_work, uncalibrated_s, expected, predicted_s)
         )
-        return self._make_plan(batch, predicted_s)
+        plan = self._make_plan(batch, predicted_s)
+        if batch.cohort:
+            cohort.take(batch.cohort)
+        return plan
 
     def _account(self, batch: Batch, now: float) -> None:
         """What the plan gives to whom, for those who share it out and who foretell."""
         self._residency.note_prefilled(sum(chunk.num_tokens for chunk in (*batch.chunks[0], *batch.chunks[1])))
         admitted = self._residency.changes.new_sequences
-        self._forecast.inflow.let_in(sum(len(new.token_ids) for new in admitted), now, is_empty=not len(self._queue))
+        self._forecast.note_plan(sum(len(new.token_ids) for new in admitted), now)
         if not self._queue.shares.is_single:
             self._queue.shares.charge(batch)
 
@@ -189,43 +200,10 @@ class Scheduler:
             swaps=swaps,
             new_blocks=changes.ordered_new_blocks(),
             sub_batches=batch.sub_batches(),
+            cohort=batch.cohort_step(),
             host_blocks_used=self._residency.used(Tier.HOST),
             predicted_s=predicted_s,
         )
-
-    def _reserve(self, batch: Batch, end_s: float) -> tuple[int, ...]:
-        """Counts the batch's work as done and gives it its blocks. Returns the sequences that get a token."""
-        residency = self._residency
-        residency.redeem_promises()
-        prefilled = recomputed = 0
-        for sequence in (*batch.cpu_decodes[0], *batch.cpu_decodes[1]):
-            if residency.lacks_block(sequence):
-                residency.grow(sequence)
-        for chunk in (*batch.chunks[0], *batch.chunks[1]):
-            sequence = chunk.sequence
-            if chunk.is_admission:
-                self._queue.remove(sequence)
-                residency.admit(sequence, chunk.tier)
-            end = chunk.start + chunk.num_tokens
-            num_again = max(0, min(end, sequence.num_once_computed_tokens) - chunk.start)
-            recomputed += num_again
-            prefilled += chunk.num_tokens - num_again
-            sequence.advance_to(end)
-        for sequence in batch.decodes():
-            sequence.num_computed_tokens = num_computed = sequence.num_computed_tokens + 1
-            if num_computed > sequence.num_once_computed_tokens:
-                sequence.num_once_computed_tokens = num_computed
-            sequence.num_passed_over = 0
-        with_output = batch.sequences_with_output()
-        for sequence in with_output:
-            sequence.num_in_flight += 1
-            if sequence.request.targets is not None:
-                schedule_token(sequence, end_s)
-            if sequence.num_unscheduled == 0:
-                self._placement.note_spent(sequence)
-        if prefilled or recomputed:
-            self._tally.add(prefilled_tokens=prefilled, recomputed_tokens=recomputed)
-        return tuple(sequence.sequence_id for sequence in with_output)
 
     def apply(self, result: IterationResult, now: float) -> Applied:
         """Takes the result of the oldest plan not yet applied; one of an earlier epoch changes nothing.
@@ -252,11 +230,10 @@ class Scheduler:
             for sequence_id, token_id in result.tokens
             if (sequence := self._live.get(sequence_id)) is not None
         ]
-        self._tally.add(
-            gpu_only_iterations=planned.computes and planned.mode is Mode.GPU_ONLY,
-            asymmetric_iterations=planned.computes and planned.mode is Mode.ASYMMETRIC,
-            generated_tokens=len(events),
-        )
+        if planned.computes:
+            self._tally.add(**{f"{planned.mode.value}_iterations": 1})
+        self._tally.add(generated_tokens=len(events))
+        self._mix.take_tokens(len(events))
         return Applied(tuple(events))
 
     def _take_token(self, sequence: Sequence, token_id: int, result: IterationResult, now: float) -> TokenEvent:
@@ -291,7 +268,7 @@ class Scheduler:
         lost = []
         for sequence_id in sorted(sequences):
             sequence = sequences[sequence_id]
-            ran = sequence.state in (State.RUNNING, State.DRAINING)
+            ran = sequence.state in (State.RUNNING, State.STEPPING, State.DRAINING)
             if (lose_host and ran and sequence.tier is Tier.HOST) or not self._can_be_served(sequence):
                 sequence.state = State.FINISHED
                 self._gone[sequence_id] = sequence

@@ -24,9 +24,9 @@ class Victims:
         """Heaps, made when they are first needed."""
 
     def take(self, tier: Tier, num_blocks: int, beneficiary: Sequence) -> list[Sequence] | None:
-        """Younger ones than the beneficiary that hold so many blocks of the tier together; None where there are none.
+        """Younger ones than the beneficiary that hold so many blocks of the tier together, none of them without need.
 
-        The last one is needed: the blocks of those before it are not enough.
+        None where all of them together don't hold enough.
         """
         if tier not in self._ranked:
             self._ranked[tier] = [self._rank(item) for item in self._residency.sequences if item.tier is tier]

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from planner_svc.estimator import EMPTY_LOAD, RooflineEstimator, SubBatchLoad, Timeline
-from svc_common.plan import IterationPlan, IterationResult, PrefillChunk, SubBatch, Tier, Timings
+from planner_svc.estimator import EMPTY_LOAD, NO_COHORT, CohortLoad, RooflineEstimator, SubBatchLoad, Timeline
+from svc_common.plan import CohortStep, IterationPlan, IterationResult, PrefillChunk, SubBatch, Tier, Timings
 
 _TOKEN = 0
 
@@ -45,11 +45,12 @@ class SimulatedExecutor:
                 in_tokens += held.computed_tokens
         tokens: list[tuple[int, int]] = []
         loads = [self._advance(batch, tokens) for batch in plan.sub_batches]
+        cohort = self._step(plan.cohort, tokens) if plan.cohort else NO_COHORT
         timeline = Timeline()
-        if loads or plan.swaps:
+        if loads or plan.swaps or plan.cohort:
             first, second = (*loads, EMPTY_LOAD, EMPTY_LOAD)[:2]
             size = self._kv_bytes_per_token
-            timeline = self._estimator.timeline(first, second, out_tokens * size, in_tokens * size)
+            timeline = self._estimator.timeline(first, second, out_tokens * size, in_tokens * size, cohort)
         self.worked += timeline
         self.latest = timeline
         timings = Timings(total_ns=round(timeline.total_s * 1e9))
@@ -72,6 +73,16 @@ class SimulatedExecutor:
             host_past_tokens=sum(chunk.start for chunk in on_host),
             num_outputs=num_finished + len(batch.gpu_decodes) + len(batch.cpu_decodes),
         )
+
+    def _step(self, step: CohortStep, tokens: list[tuple[int, int]]) -> CohortLoad:
+        """The step's tokens come with its last layer."""
+        num_sequences = len(step.sequence_ids)
+        ends = step.start_layer + step.num_layers == self._estimator.num_layers
+        if ends:
+            context = self._decode(step.sequence_ids, tokens)
+        else:
+            context = num_sequences + sum(self._held[sequence_id].computed_tokens for sequence_id in step.sequence_ids)
+        return CohortLoad(num_sequences, context, step.num_layers, num_sequences if ends else 0)
 
     def _prefill(self, chunk: PrefillChunk, tokens: list[tuple[int, int]]) -> bool:
         held = self._held[chunk.sequence_id]

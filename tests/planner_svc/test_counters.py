@@ -2,7 +2,7 @@
 
 import pytest
 
-from planner_svc.counters import Counters, FinishRate
+from planner_svc.counters import ClassCounters, ClassLoad, ClassTallies, Counters, FinishRate
 from svc_common.plan import IterationResult, Timings
 
 
@@ -54,3 +54,17 @@ def test_only_the_latest_ends_count() -> None:
     for second in range(32):
         rate.add(100.0 + second)
     assert rate.retry_after_s(132.0) == 1.0
+
+
+def test_requests_are_counted_by_class() -> None:
+    tallies = ClassTallies(["chat", "batch"])
+    for _ in range(4):
+        tallies.accept("chat")
+    tallies.accept("batch")
+    tallies.refuse("chat")
+    for targets_met in (True, False, True, None):
+        tallies.judge("chat", targets_met)
+    tallies.end("chat")
+    assert tallies.counters == {"batch": ClassCounters(), "chat": ClassCounters(in_time=2, late=1, refused=1)}
+    waiting = {"batch": 1, "chat": 2}
+    assert tallies.loads(waiting.__getitem__) == (ClassLoad("batch", 1, 0), ClassLoad("chat", 2, 1))

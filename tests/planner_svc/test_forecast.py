@@ -4,14 +4,14 @@ import random
 
 import pytest
 from support.machines import SPEC
-from support.overload import run_classes
+from support.overload import Outcome, run_classes
 from support.planning import make_capacity, make_estimator
 
 from planner_svc.estimator import Calibration
 from planner_svc.scheduler import AdmissionReason, LateError, SequenceRequest, ServiceClass, Targets
-from planner_svc.scheduler.forecast import Forecast, Inflow, came_late
+from planner_svc.scheduler.forecast import Flow, Forecast, came_late
 from planner_svc.scheduler.residency import Residency
-from planner_svc.scheduler.sequence import Sequence
+from planner_svc.scheduler.sequence import Sequence, State
 from planner_svc.scheduler.urgency import arrive
 from planner_svc.scheduler.waiting import WaitingQueue
 from planner_svc.simulator.spec import parse_profile
@@ -100,26 +100,37 @@ def test_beyond_the_free_room_the_measured_rate_counts():
     door = Door()
     door.run(600)
     unmeasured_s = door.predicted_s(260)
-    door.forecast.inflow.wait(0.0)
-    door.forecast.inflow.let_in(0, 0.0, is_empty=False)
-    door.forecast.inflow.let_in(100, -2.0, is_empty=False)
-    door.forecast.inflow.let_in(100, 0.0, is_empty=True)
+    door.wait(5, ServiceClass("below", priority=-1))
+    for now, num_admitted in ((-3.0, 0), (-2.0, 100), (0.0, 100)):
+        door.forecast.note_plan(num_admitted, now)
     # 600 tokens fill 38 blocks of 50: 192 tokens have room, 68 wait for it at 50 a second.
     assert door.predicted_s(260) == pytest.approx(unmeasured_s + 68 / 50)
     assert door.predicted_s(192) < 0.1
+    # Ends make room faster: 400 tokens in the same two seconds, and nobody else came for it.
+    for now in (-2.0, 0.0):
+        door.forecast.note_plan(0, now)
+        ended = door.sequence(400)
+        ended.state = State.RUNNING
+        door.forecast.note_end(ended)
+    assert door.predicted_s(260) == pytest.approx(unmeasured_s + 68 / 200)
 
 
-def test_the_rate_counts_only_time_in_which_something_waits():
-    inflow = Inflow()
-    assert inflow.tokens_per_s(0.0) is None
+def test_a_flow_is_measured_over_the_time_that_counts():
+    flow = Flow()
+    assert flow.tokens_per_s(0.0) == 0.0
     for start_s in (0.0, 100.0):
-        inflow.wait(start_s)
-        inflow.let_in(30, start_s + 1, is_empty=False)
-        inflow.let_in(50, start_s + 3, is_empty=True)
-    # Between the first admission and the last: 50, 30 and 50 tokens in 2 + 1 + 2 seconds.
-    assert inflow.tokens_per_s(200.0) == pytest.approx(130 / 5)
-    inflow.wait(200.0)
-    assert inflow.tokens_per_s(205.0) == pytest.approx(130 / 10)  # nobody is let in for five more
+        flow.advance_to(start_s, counts_on=True)
+        flow.advance_to(start_s + 1, counts_on=True)
+        flow.add(30)
+        flow.advance_to(start_s + 3, counts_on=False)
+        flow.add(50)
+    # Between the first mark and the last: 50, 30 and 50 tokens in 2 + 1 + 2 seconds.
+    assert flow.tokens_per_s(200.0) == pytest.approx(130 / 5)
+    flow.advance_to(200.0, counts_on=True)
+    assert flow.tokens_per_s(205.0) == pytest.approx(130 / 10)  # nothing comes for five more
+    for _ in range(32):
+        flow.add(1)
+    assert flow.tokens_per_s(201.0) == pytest.approx(31 / 1)  # the first has gone by
 
 
 def test_a_pace_that_the_gpu_does_not_keep_is_refused():
@@ -200,12 +211,35 @@ def poisson(num_requests: int, rate: float, prompt: int, output: int) -> list[Ar
     return arrivals
 
 
-@pytest.mark.parametrize("rate", [20.0, 45.0, 120.0])
-def test_refusing_keeps_the_accepted_in_time_and_serves_no_fewer_of_them(rate):
-    load = poisson(700, rate, prompt=150, output=60)
+def serve_both_ways(rate: float, prompt: int, output: int) -> tuple[list[Outcome], list[Outcome]]:
+    """By a class that queues and by one that refuses."""
+    load = poisson(700, rate, prompt, output)
     queueing, refusing = (ServiceClass("chat", PROFILE.targets, refuses_late=refuses) for refuses in (False, True))
     queued, met = (run_classes(PROFILE, [(item, kind) for item in load]) for kind in (queueing, refusing))
+    return queued, met
+
+
+def num_in_time(outcomes: list[Outcome]) -> int:
+    return sum(item.in_time for item in outcomes)
+
+
+@pytest.mark.parametrize(
+    ("rate", "prompt", "output", "share"),
+    [
+        (45.0, 150, 60, 0.95),
+        (60.0, 150, 60, 0.95),
+        (40.0, 40, 150, 0.9),  # The first ends come only when half of the load has arrived.
+    ],
+)
+def test_under_overload_the_accepted_are_in_time_and_no_fewer_than_without_refusal(rate, prompt, output, share):
+    """At 1.5 and 2 times what the machine sustains."""
+    queued, met = serve_both_ways(rate, prompt, output)
     accepted = [item for item in met if item.refusal is None]
-    share = sum(item.in_time for item in accepted) / len(accepted)
-    assert share >= 0.95
-    assert sum(item.in_time for item in met) >= sum(item.in_time for item in queued)
+    assert num_in_time(accepted) >= share * len(accepted)
+    assert num_in_time(met) >= num_in_time(queued)
+
+
+def test_without_overload_hardly_anything_is_refused():
+    queued, met = serve_both_ways(20.0, 150, 60)
+    assert num_in_time(queued) == 700
+    assert num_in_time(met) >= 0.99 * 700
