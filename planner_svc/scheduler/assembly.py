@@ -1,6 +1,6 @@
 """Gathers what the next iteration could compute, and what it may take: between the queues and the decision."""
 
-from planner_svc.estimator import Calibration, Estimator
+from planner_svc.estimator import Calibration, Estimator, SubBatchLoad
 from planner_svc.scheduler.candidates import Shape, Work
 from planner_svc.scheduler.cohort import Cohort
 from planner_svc.scheduler.costs import knee_tokens, prefill_tokens_per_s
@@ -10,6 +10,7 @@ from planner_svc.scheduler.pace import Mix, Pace
 from planner_svc.scheduler.placement import Decodes, Placement
 from planner_svc.scheduler.prompts import Prompts, needed_tokens_per_s
 from planner_svc.scheduler.residency import Residency
+from planner_svc.scheduler.search import last_fitting
 from planner_svc.scheduler.sequence import Sequence
 from planner_svc.scheduler.urgency import bounds
 from planner_svc.scheduler.waiting import WaitingQueue
@@ -17,7 +18,9 @@ from svc_common.plan import Mode, Tier
 
 _BATCH_KNEES = 8
 _BATCH_TOKENS = 512
-"""Without anything due, what an iteration prefills at most: more would only make decodes wait."""
+_FIXED_SHARE = 0.02
+"""Without anything due, an iteration prefills at most so many knees or tokens, or as many as keep what it costs beside
+its layers under this share, if that is more: still more would only make decodes wait."""
 
 
 class Assembly:
@@ -43,6 +46,7 @@ class Assembly:
         self._queue = queue
         self._mix = mix
         self._knee_tokens = knee_tokens(estimator, capacity.max_batch_tokens)
+        self._most_tokens = _most_tokens(estimator, self._knee_tokens, capacity.max_batch_tokens)
         self._prefill_tokens_per_s = prefill_tokens_per_s(estimator, self._knee_tokens)
 
     def collect(self, decodes: Decodes, cohort: Cohort, start_s: float) -> tuple[Work, Bounds, list[Sequence]]:
@@ -54,7 +58,7 @@ class Assembly:
         # Prompts get what decodes leave, those on the CPU included, so that they never crowd them out.
         budget = capacity.max_batch_tokens - len(decodes.gpu) - len(decodes.host) - len(cohort.members)
         if longest_s == float("inf"):
-            budget = min(budget, max(_BATCH_TOKENS, _BATCH_KNEES * self._knee_tokens))
+            budget = min(budget, self._most_tokens)
         ratio = self._mix.prefill_per_decode
         pace = self._pace(ratio)
         prompts = Prompts(capacity, residency, self._placement, self._queue, pace)
@@ -65,11 +69,20 @@ class Assembly:
             num_prefill_tokens=budget,
             num_free_tokens=self._knee_tokens,
             prefill_tokens_per_s=needed_tokens_per_s(chunks, start_s),
-            lacks_room=prompts.lacks_room,
+            num_paced=self._num_paced(decodes, pace) if prompts.is_crowded else None,
             runs_cpu=prompts.is_crowded and longest_s == float("inf") and pace.is_worthwhile(),
             prefill_worth=1 / max(ratio, 1e-3),
         )
         return work, limits, prompts.held_back
+
+    def _num_paced(self, decodes: Decodes, pace: Pace) -> float:
+        """Decodes of an iteration once both tiers hold what they should: prompts must follow one another as these end.
+
+        Computed as fast as there is room, they would all decode, and end, at the same time.
+        """
+        free_tokens = self._residency.free(Tier.GPU) * self._capacity.block_tokens
+        num_to_come = free_tokens / (self._mix.prompt_tokens + self._mix.output_tokens / 2)
+        return len(decodes.gpu) + num_to_come + pace.num_best_cpu_decodes()
 
     def _stepping(self, host_decodes: list[Sequence]) -> list[Sequence]:
         """Who would go as a cohort: all, but nobody as long as one is due, since a step takes many iterations."""
@@ -102,3 +115,11 @@ class Assembly:
             num_waiting=len(self._queue),
             admits_all=self._policy != "auto",
         )
+
+
+def _most_tokens(estimator: Estimator, knee_tokens: int, highest: int) -> int:
+    num_layers = estimator.num_layers
+    fixed_s = estimator.iteration_s(SubBatchLoad(((1, 0),), num_outputs=1)) - num_layers * estimator.linear_s(1)
+    limit_s = fixed_s / _FIXED_SHARE
+    most = last_fitting(1, highest, lambda num: num_layers * estimator.linear_s(num) <= limit_s)
+    return max(_BATCH_TOKENS, _BATCH_KNEES * knee_tokens, most)

@@ -34,8 +34,8 @@ class Bounds:
     """Up to so many tokens a batch costs little more than one."""
     prefill_tokens_per_s: float
     """That keep every first token in time."""
-    lacks_room: bool
-    """More prompts wait than have room, and there is little of it left."""
+    num_paced: float | None
+    """Decodes of an iteration for which prompts should follow; None where all that wait have room at once."""
     runs_cpu: bool
     """Leaving the CPU idle for the sake of this iteration would cost the next ones more."""
     prefill_worth: float
@@ -135,9 +135,10 @@ class _Chooser:
         num_batches = 2 if shape.is_split else 1
         wanted = max(0, num_batches * limits.num_free_tokens - len(self._work.gpu_decodes) - shape.num_cpu_decodes)
         if limits.longest_s == float("inf"):
-            num_decodes = self._work.num_decodes(shape)
-            wanted = max(wanted, math.ceil(_LEAD * num_decodes / limits.prefill_worth))
-            return min(wanted, self._num_prefill) if limits.lacks_room and num_decodes else self._num_prefill
+            if limits.num_paced is None:
+                return self._num_prefill
+            num_decodes = max(limits.num_paced, self._work.num_decodes(shape))
+            return min(max(wanted, math.ceil(_LEAD * num_decodes / limits.prefill_worth)), self._num_prefill)
         for _ in range(3):
             seconds = self._work.seconds(make(min(wanted, self._num_prefill)))
             wanted = max(wanted, round(limits.prefill_tokens_per_s * seconds))

@@ -18,10 +18,10 @@ _SHARE = 0.9
 _SURPLUS = 2.0
 """Over what the CPU should attend at a time: some of it still prefills."""
 _DRAINED = 0.3
-"""Sequences on the CPU for each that waits, at most: as many as a cohort ends while the others are served. More would
-be left to it alone in the end."""
-_ENOUGH = 1.0
-"""Of the highest throughput: fewer sequences on the CPU then reach their tokens sooner."""
+"""Sequences of a cohort for each that waits, at most: it ends so many while the others are served. More would be left
+to it alone in the end."""
+_SHORTEST_S = 1e-9
+"""An estimator without measurements says 0."""
 _WEIGHT = 0.01
 """Of the newest request in the averages."""
 
@@ -88,6 +88,7 @@ class Pace:
         self._admits_all = admits_all
         self._alone: int | None = None
         self._best: float | None = None
+        self._best_decodes = 0.0
         self._estimator = estimator
         self._calibration = calibration
         self._prefill_per_decode = prefill_per_decode
@@ -150,32 +151,38 @@ class Pace:
         context = self._context[Tier.HOST]
         return context > 0 and context <= 2 * self._best_cpu_context(context)
 
+    def num_best_cpu_decodes(self) -> float:
+        """Tokens that the CPU should decode in an iteration."""
+        self._sum()
+        self._best_cpu_context(1)
+        return self._best_decodes
+
     def _best_cpu_context(self, newcomer: int) -> float:
         """Tokens on the CPU with which most tokens a second come, each with the prefill that its successor needs."""
         if self._best is None:
-            num_gpu = self._num[Tier.GPU]
-            num = num_gpu + self._num[Tier.HOST]
+            num = sum(self._num.values())
             mean_context = sum(self._context.values()) / num if num else newcomer
             counts, count = [0], 1
             while count <= self._max_sequences:
                 counts.append(count)
                 count += max(1, count // 4)
-
-            def tokens_per_s(num_cpu: int) -> float:
-                num_prefill = round(self._prefill_per_decode * (num_gpu + num_cpu))
-                options = self._options(num_cpu, round(num_cpu * mean_context), num_prefill)
-                rate = (num_gpu + num_cpu) / max(1e-9, min(options if num_cpu else options[:1]))
-                if 0 < num_cpu <= _DRAINED * self._num_waiting:
-                    rate = max(rate, self._cohort_tokens_per_s(num_cpu, round(num_cpu * mean_context)))
-                return rate
-
-            rates = [tokens_per_s(count) for count in counts]
-            enough = _ENOUGH * max(rates)
-            self._best = mean_context * next(n for n, rate in zip(counts, rates, strict=True) if rate >= enough)
+            rates = [(*self._rate(count, round(count * mean_context)), count) for count in counts]
+            _, self._best_decodes, best = max(rates, key=lambda rate: rate[0])
+            self._best = mean_context * best
         return self._best
 
-    def _cohort_tokens_per_s(self, num_cpu: int, cpu_context: int) -> float:
-        """Of a cohort and the batch beside it, which prefills for both."""
+    def _rate(self, num_cpu: int, cpu_context: int) -> tuple[float, float]:
+        """(tokens per second, those of the CPU in an iteration) with so many sequences on the CPU."""
+        num_all = self._num[Tier.GPU] + num_cpu
+        num_prefill = round(self._prefill_per_decode * num_all)
+        options = self._options(num_cpu, cpu_context, num_prefill)
+        rate = (num_all / max(_SHORTEST_S, min(options if num_cpu else options[:1])), float(num_cpu))
+        if 0 < num_cpu <= _DRAINED * self._num_waiting:
+            return max(rate, self._cohort_rate(num_cpu, cpu_context))
+        return rate
+
+    def _cohort_rate(self, num_cpu: int, cpu_context: int) -> tuple[float, float]:
+        """The same with a cohort and the batch beside it, which prefills for both."""
         estimator, num_gpu = self._estimator, self._num[Tier.GPU]
         gpu_context, num_layers = self._context[Tier.GPU], estimator.num_layers
         attention_s = estimator.cpu_decode_s(num_cpu, cpu_context)
@@ -190,7 +197,8 @@ class Pace:
         chunks = ((num_prefill, 0),) if num_prefill else ()
         batch = SubBatchLoad(chunks, num_gpu, gpu_context, num_outputs=num_gpu)
         seconds = estimator.iteration_s(batch, cohort=cohort)
-        return (num_gpu + num_cpu * cohort.num_layers / num_layers) / max(1e-9, seconds)
+        num_decodes = num_cpu * cohort.num_layers / num_layers
+        return (num_gpu + num_decodes) / max(_SHORTEST_S, seconds), num_decodes
 
     def _prefill_alone(self, longest_s: float) -> int:
         """Prefill tokens that an iteration of the GPU alone could take."""

@@ -13,8 +13,6 @@ from svc_common.plan import Tier
 
 _TIME_SHARE = 0.5
 """Of the time that a first token has left, in which its prompt should be computed."""
-_ROOM_SHARE = 0.1
-"""Of the GPU's blocks. With more of them free, room waits for prompts, not prompts for room."""
 MAX_OVERTAKEN = 16
 """Plans in which shorter prompts may overtake one without targets for which there is no room."""
 _WINDOW = 48
@@ -49,8 +47,6 @@ class Prompts:
         num_blocks = sum([capacity.blocks_for(item.num_tokens) for item in waiting])
         self.is_crowded = num_blocks > self._free[Tier.GPU]
         """More wait than the GPU has room for."""
-        self.lacks_room = self.is_crowded and self._free[Tier.GPU] <= _ROOM_SHARE * capacity.gpu_blocks
-        """And that room is nearly used up: a prompt let in now keeps another out soon."""
         self.held_back: list[Sequence] = []
         """Had room on the host, but not the CPU's time."""
 
