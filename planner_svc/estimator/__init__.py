@@ -6,6 +6,7 @@ from planner_svc.estimator.hardware import HardwareSpec, ModelFigures
 from planner_svc.estimator.roofline import RooflineEstimator
 from planner_svc.estimator.table_estimator import TableEstimator
 from planner_svc.estimator.tables import DecodePoint, LinearPoint, OperationTables, PrefillPoint
+from planner_svc.estimator.terms import Factors, Terms
 from planner_svc.estimator.timeline import Timeline
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "Calibration",
     "DecodePoint",
     "Estimator",
+    "Factors",
     "HardwareSpec",
     "LinearPoint",
     "ModelFigures",
@@ -21,5 +23,6 @@ __all__ = [
     "RooflineEstimator",
     "SubBatchLoad",
     "TableEstimator",
+    "Terms",
     "Timeline",
 ]

@@ -1,7 +1,9 @@
 """What the scheduler may ask of any estimator, and the load it asks about."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
+
+from planner_svc.estimator.terms import Factors, Terms
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,4 +72,18 @@ class Estimator(Protocol):
 
         Swaps are bytes over all layers, out to the host and in to the GPU.
         """
+        ...
+
+    def terms(
+        self,
+        first: SubBatchLoad,
+        second: SubBatchLoad = EMPTY_LOAD,
+        swap_out_bytes: int = 0,
+        swap_in_bytes: int = 0,
+    ) -> Terms:
+        """The parts of `iteration_s`, in seconds of the whole iteration."""
+        ...
+
+    def calibrated(self, factors: Factors) -> Self:
+        """The same estimator with its operations multiplied by `factors`, which may change later on."""
         ...

@@ -7,10 +7,13 @@ Two sub-batches 0 and 1 in a layer, a their attention on the GPU, c on the CPU (
 The first layer's stage 1 and the last one's stage 2 have nothing from the neighbouring layer beside them.
 """
 
+import copy
 from collections.abc import Iterable
+from typing import Self
 
 from planner_svc.estimator.estimator import EMPTY_LOAD, SubBatchLoad
 from planner_svc.estimator.hardware import HardwareSpec, ModelFigures
+from planner_svc.estimator.terms import Factors, Terms
 from planner_svc.estimator.timeline import Timeline
 
 
@@ -38,34 +41,49 @@ class RooflineEstimator:
         self._head_token_s = 2 * head_parameters / linear_flops_per_s
         self._link_byte_s = 1 / hardware.link_bytes_per_s
         self._iteration_s = hardware.iteration_s
+        self._factors = Factors()
+
+    def calibrated(self, factors: Factors) -> Self:
+        """A copy that reads `factors`."""
+        other = copy.copy(self)
+        other._factors = factors
+        return other
 
     def linear_s(self, num_tokens: int) -> float:
         """Of one layer."""
         if num_tokens <= 0:
             return 0.0
-        return max(self.linear_token_s * num_tokens, self.linear_floor_s) + self.launch_s
+        weights_s, tokens_s = self._linear_parts_s(num_tokens)
+        return weights_s + tokens_s
+
+    def _linear_parts_s(self, num_tokens: int) -> tuple[float, float]:
+        """Reading the weights, and what more tokens add once arithmetic takes longer than that."""
+        factors = self._factors
+        excess_s = max(0.0, self.linear_token_s * num_tokens - self.linear_floor_s)
+        return factors.weights * (self.linear_floor_s + self.launch_s), factors.tokens * excess_s
 
     def prefill_s(self, chunk_tokens: int, past_tokens: int) -> float:
         """Of one layer. A chunk's token sees all before the chunk and half of the chunk."""
-        return self._prefill_pair_s * chunk_tokens * (past_tokens + chunk_tokens / 2)
+        return self._factors.prefill * self._prefill_pair_s * chunk_tokens * (past_tokens + chunk_tokens / 2)
 
     def gpu_decode_s(self, num_sequences: int, context_tokens: int) -> float:
         """Of one layer."""
-        return context_tokens * self._gpu_context_token_s
+        return self._factors.gpu_decode * self._gpu_context_token_s * context_tokens
 
     def cpu_decode_s(self, num_sequences: int, context_tokens: int) -> float:
         """Of one layer."""
         if num_sequences == 0:
             return 0.0
-        return context_tokens * self._cpu_context_token_s + num_sequences * self._cpu_sequence_s + self._cpu_hop_s
+        attention_s = context_tokens * self._cpu_context_token_s + num_sequences * self._cpu_sequence_s
+        return self._factors.cpu_decode * attention_s + self._cpu_hop_s
 
     def head_s(self, num_outputs: int) -> float:
         """Of one iteration. The weights are read whatever the number of outputs."""
-        return self._head_floor_s + self._head_token_s * num_outputs
+        return self._factors.head * (self._head_floor_s + self._head_token_s * num_outputs)
 
     def swap_s(self, num_bytes: int) -> float:
         """Of all layers, one way."""
-        return num_bytes * self._link_byte_s
+        return self._factors.swap * self._link_byte_s * num_bytes
 
     def iteration_s(
         self,
@@ -79,7 +97,42 @@ class RooflineEstimator:
         swap_out_bytes += self.kv_bytes_per_token * (first.host_prefill_tokens + second.host_prefill_tokens)
         swap_in_bytes += self.kv_bytes_per_token * (first.host_past_tokens + second.host_past_tokens)
         swap_s = self.swap_s(max(swap_out_bytes, swap_in_bytes))
-        return max(layers_s, swap_s) + self.head_s(first.num_items + second.num_items) + self._iteration_s
+        return max(layers_s, swap_s) + self.head_s(first.num_items + second.num_items) + self._overhead_s()
+
+    def _overhead_s(self) -> float:
+        return self._factors.overhead * self._iteration_s
+
+    def terms(
+        self,
+        first: SubBatchLoad,
+        second: SubBatchLoad = EMPTY_LOAD,
+        swap_out_bytes: int = 0,
+        swap_in_bytes: int = 0,
+    ) -> Terms:
+        """The same iteration by its parts; the GPU's work is not slowed by the CPU's."""
+        loads = [load for load in (first, second) if load.num_tokens]
+        linear_s = [self._linear_parts_s(load.num_tokens) for load in loads]
+        prefill_s = sum(_prefills_s(self, load.prefill_chunks) for load in loads)
+        decode_s = sum(self.gpu_decode_s(load.num_gpu_decodes, load.gpu_context_tokens) for load in loads)
+        cpu_loads = [load for load in loads if load.num_cpu_decodes]
+        cpu_s = sum(map(self._cpu_attention_s, cpu_loads)) - len(cpu_loads) * self._cpu_hop_s
+        gpu_layer_s = sum(map(sum, linear_s)) + prefill_s + decode_s
+        layers_s = self._layers_s(first, second)
+        swap_out_bytes += self.kv_bytes_per_token * (first.host_prefill_tokens + second.host_prefill_tokens)
+        swap_in_bytes += self.kv_bytes_per_token * (first.host_past_tokens + second.host_past_tokens)
+        swap_s = self.swap_s(max(swap_out_bytes, swap_in_bytes))
+        return Terms(
+            weights_s=self.num_layers * sum(weights_s for weights_s, _ in linear_s),
+            tokens_s=self.num_layers * sum(tokens_s for _, tokens_s in linear_s),
+            prefill_s=self.num_layers * prefill_s,
+            gpu_decode_s=self.num_layers * decode_s,
+            overhead_s=self._overhead_s(),
+            cpu_wait_s=max(0.0, layers_s - self.num_layers * gpu_layer_s),
+            cpu_decode_s=self.num_layers * cpu_s,
+            head_s=self.head_s(first.num_items + second.num_items),
+            swap_s=swap_s,
+            swap_hidden_s=layers_s,
+        )
 
     def timeline(
         self,

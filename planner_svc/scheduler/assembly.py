@@ -48,9 +48,6 @@ class Assembly:
         self._queue = queue
         self._mix = mix
         self._knee_tokens = _knee_tokens(estimator, capacity.max_batch_tokens)
-        num_tokens = _RATE_KNEES * self._knee_tokens
-        seconds = estimator.iteration_s(SubBatchLoad(prefill_chunks=((num_tokens, 0),), num_outputs=1))
-        self._prefill_tokens_per_s = _RATE_SHARE * num_tokens / max(_SHORTEST_S, seconds)
 
     def collect(self, decodes: Decodes, start_s: float) -> tuple[Work, Bounds, list[Sequence]]:
         """What could run, how long it may take, and the prompts held back for want of the CPU's time."""
@@ -64,7 +61,7 @@ class Assembly:
         ratio = self._mix.prefill_per_decode
         pace = self._pace(ratio)
         prompts = Prompts(capacity, residency, self._placement, self._queue, pace)
-        chunks = prompts.propose(budget, start_s, self._prefill_tokens_per_s)
+        chunks = prompts.propose(budget, start_s, self._prefill_tokens_per_s())
         work.take(chunks)
         limits = Bounds(
             longest_s=longest_s,
@@ -76,6 +73,12 @@ class Assembly:
             prefill_worth=1 / max(ratio, 1e-3),
         )
         return work, limits, prompts.held_back
+
+    def _prefill_tokens_per_s(self) -> float:
+        """At which prompts can be computed."""
+        num_tokens = _RATE_KNEES * self._knee_tokens
+        seconds = self._estimator.iteration_s(SubBatchLoad(prefill_chunks=((num_tokens, 0),), num_outputs=1))
+        return _RATE_SHARE * num_tokens / max(_SHORTEST_S, seconds * self._calibration.factor(Mode.GPU_ONLY))
 
     def _swap_bytes(self) -> tuple[int, int]:
         """Out to the host and in to the GPU, of the moves decided so far."""

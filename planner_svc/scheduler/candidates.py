@@ -51,8 +51,12 @@ class Work:
         return self._chunk_ends[-1] if self.chunks else 0
 
     def seconds(self, shape: Shape) -> float:
-        """Predicted, uncalibrated."""
-        return self._estimator.iteration_s(*self.loads(shape), *self._swap_bytes)
+        """Predicted, before the mode's own factor."""
+        return self._estimator.iteration_s(*self.question(shape))
+
+    def question(self, shape: Shape) -> tuple[SubBatchLoad, SubBatchLoad, int, int]:
+        """What an estimator is asked about it."""
+        return (*self.loads(shape), *self._swap_bytes)
 
     def cpu_excess_s(self, shape: Shape) -> float:
         """By how much CPU attention outlasts the GPU's work beside it, in a layer's worse half. 0 and less: hidden."""

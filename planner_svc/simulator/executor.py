@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
-from planner_svc.estimator import EMPTY_LOAD, RooflineEstimator, SubBatchLoad, Timeline
+from typing import Protocol
+
+from planner_svc.estimator import EMPTY_LOAD, Estimator, SubBatchLoad, Terms, Timeline
 from svc_common.plan import IterationPlan, IterationResult, PrefillChunk, SubBatch, Tier, Timings
 
 _TOKEN = 0
@@ -17,10 +19,18 @@ class _Held:
     computed_tokens: int = 0
 
 
+class Truth(Estimator, Protocol):
+    """An estimator that also says how long each lane works."""
+
+    def timeline(
+        self, first: SubBatchLoad, second: SubBatchLoad, swap_out_bytes: int, swap_in_bytes: int
+    ) -> Timeline: ...
+
+
 class SimulatedExecutor:
     """Times come from an estimator: the truth of the simulation, whatever the policy believes."""
 
-    def __init__(self, estimator: RooflineEstimator, kv_bytes_per_token: int) -> None:
+    def __init__(self, estimator: Truth, kv_bytes_per_token: int) -> None:
         self._estimator = estimator
         self._kv_bytes_per_token = kv_bytes_per_token
         self._held: dict[int, _Held] = {}
@@ -43,13 +53,14 @@ class SimulatedExecutor:
                 in_tokens += held.computed_tokens
         tokens: list[tuple[int, int]] = []
         loads = [self._advance(batch, tokens) for batch in plan.sub_batches]
-        timeline = Timeline()
+        timeline, timings = Timeline(), Timings()
         if loads or plan.swaps:
             first, second = (*loads, EMPTY_LOAD, EMPTY_LOAD)[:2]
             size = self._kv_bytes_per_token
-            timeline = self._estimator.timeline(first, second, out_tokens * size, in_tokens * size)
+            question = (first, second, out_tokens * size, in_tokens * size)
+            timeline = self._estimator.timeline(*question)
+            timings = _timings(timeline.total_s, self._estimator.terms(*question))
         self.worked += timeline
-        timings = Timings(total_ns=round(timeline.total_s * 1e9))
         return timeline.total_s, IterationResult(plan.epoch, plan.iteration, tuple(tokens), timings=timings)
 
     def _advance(self, batch: SubBatch, tokens: list[tuple[int, int]]) -> SubBatchLoad:
@@ -87,3 +98,16 @@ class SimulatedExecutor:
             context += held.computed_tokens
             tokens.append((sequence_id, _TOKEN))
         return context
+
+
+def _timings(total_s: float, terms: Terms) -> Timings:
+    """As a real executor sees its iteration: a swap counts as far as nothing hides it."""
+    gpu_s = terms.weights_s + terms.tokens_s + terms.prefill_s + terms.gpu_decode_s + terms.overhead_s
+    swap_s = max(0.0, total_s - gpu_s - terms.cpu_wait_s - terms.head_s)
+    return Timings(
+        total_ns=round(total_s * 1e9),
+        cpu_wait_ns=round(terms.cpu_wait_s * 1e9),
+        cpu_attention_ns=round(terms.cpu_decode_s * 1e9),
+        swap_ns=round(swap_s * 1e9),
+        head_ns=round(terms.head_s * 1e9),
+    )
