@@ -42,31 +42,32 @@ class Calibration:
         total_s = timings.total_ns / 1e9
         if total_s <= 0:
             return
-        self._fit(self.base.terms(*question), timings)
+        self._fit(self.estimator.terms(*question), timings)
         predicted_s = self.estimator.iteration_s(*question)
         if predicted_s > 0:
             self._remainders.setdefault(mode, _Remainder()).observe(total_s / predicted_s)
 
     def _fit(self, terms: Terms, timings: Timings) -> None:
+        """`terms` are multiplied by the factors so far."""
         factors = self._factors
         head_s, swap_s = timings.head_ns / 1e9, timings.swap_ns / 1e9
-        self._cpu.observe((terms.cpu_decode_s,), timings.cpu_attention_ns / 1e9)
-        self._head.observe((terms.head_s,), head_s)
+        self._cpu.observe((terms.cpu_decode_s / factors.cpu_decode,), timings.cpu_attention_ns / 1e9)
+        self._head.observe((terms.head_s / factors.head,), head_s)
         if swap_s > 0 and terms.swap_s > 0:
-            self._swap.observe((terms.swap_s,), swap_s + terms.swap_hidden_s)
-        factors.cpu_decode = self._cpu.values[0]
-        factors.head = self._head.values[0]
-        factors.swap = self._swap.values[0]
-        known_s = timings.cpu_wait_ns / 1e9 + swap_s + (head_s or factors.head * terms.head_s)
+            self._swap.observe((terms.swap_s / factors.swap,), swap_s + terms.swap_hidden_s)
+        known_s = timings.cpu_wait_ns / 1e9 + swap_s + (head_s or terms.head_s)
         gpu = (
-            terms.weights_s,
-            terms.tokens_s,
-            terms.prefill_s,
-            terms.gpu_decode_s,
-            terms.overhead_s,
+            terms.weights_s / factors.weights,
+            terms.tokens_s / factors.tokens,
+            terms.prefill_s / factors.prefill,
+            terms.gpu_decode_s / factors.gpu_decode,
+            terms.overhead_s / factors.overhead,
             terms.overlap_s,
         )
         self._gpu.observe(gpu, timings.total_ns / 1e9 - known_s)
+        factors.cpu_decode, factors.head, factors.swap = (
+            fit.values[0] for fit in (self._cpu, self._head, self._swap)
+        )
         (
             factors.weights,
             factors.tokens,

@@ -57,10 +57,11 @@ class RooflineEstimator:
         return weights_s + tokens_s
 
     def _linear_parts_s(self, num_tokens: int) -> tuple[float, float]:
-        """Reading the weights, and what more tokens add once arithmetic takes longer than that."""
+        """Reading the weights and launches, and arithmetic: of reading and arithmetic, the longer one counts."""
         factors = self._factors
-        excess_s = max(0.0, self.linear_token_s * num_tokens - self.linear_floor_s)
-        return factors.weights * (self.linear_floor_s + self.launch_s), factors.tokens * excess_s
+        floor_s, launch_s = factors.weights * self.linear_floor_s, factors.weights * self.launch_s
+        tokens_s = factors.tokens * self.linear_token_s * num_tokens
+        return (launch_s, tokens_s) if tokens_s > floor_s else (floor_s + launch_s, 0.0)
 
     def prefill_s(self, chunk_tokens: int, past_tokens: int) -> float:
         """Of one layer. A chunk's token sees all before the chunk and half of the chunk."""

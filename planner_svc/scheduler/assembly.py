@@ -47,26 +47,26 @@ class Assembly:
         self._placement = placement
         self._queue = queue
         self._mix = mix
-        self._knee_tokens = _knee_tokens(estimator, capacity.max_batch_tokens)
 
     def collect(self, decodes: Decodes, start_s: float) -> tuple[Work, Bounds, list[Sequence]]:
         """What could run, how long it may take, and the prompts held back for want of the CPU's time."""
         capacity, residency = self._capacity, self._residency
         work = Work(self._estimator, decodes.gpu, decodes.host, self._swap_bytes())
         longest_s = self._longest_s(work, decodes, start_s)
+        knee_tokens = _knee_tokens(self._estimator, capacity.max_batch_tokens)
         # Prompts get what decodes leave, those on the CPU included, so that they never crowd them out.
         budget = capacity.max_batch_tokens - len(decodes.gpu) - len(decodes.host)
         if longest_s == float("inf"):
-            budget = min(budget, max(_BATCH_TOKENS, _BATCH_KNEES * self._knee_tokens))
+            budget = min(budget, max(_BATCH_TOKENS, _BATCH_KNEES * knee_tokens))
         ratio = self._mix.prefill_per_decode
         pace = self._pace(ratio)
         prompts = Prompts(capacity, residency, self._placement, self._queue, pace)
-        chunks = prompts.propose(budget, start_s, self._prefill_tokens_per_s())
+        chunks = prompts.propose(budget, start_s, self._prefill_tokens_per_s(knee_tokens))
         work.take(chunks)
         limits = Bounds(
             longest_s=longest_s,
             num_prefill_tokens=budget,
-            num_free_tokens=self._knee_tokens,
+            num_free_tokens=knee_tokens,
             prefill_tokens_per_s=needed_tokens_per_s(chunks, start_s),
             lacks_room=prompts.lacks_room,
             runs_cpu=prompts.is_crowded and longest_s == float("inf") and pace.is_worthwhile(),
@@ -74,9 +74,9 @@ class Assembly:
         )
         return work, limits, prompts.held_back
 
-    def _prefill_tokens_per_s(self) -> float:
+    def _prefill_tokens_per_s(self, knee_tokens: int) -> float:
         """At which prompts can be computed."""
-        num_tokens = _RATE_KNEES * self._knee_tokens
+        num_tokens = _RATE_KNEES * knee_tokens
         seconds = self._estimator.iteration_s(SubBatchLoad(prefill_chunks=((num_tokens, 0),), num_outputs=1))
         return _RATE_SHARE * num_tokens / max(_SHORTEST_S, seconds * self._calibration.factor(Mode.GPU_ONLY))
 
