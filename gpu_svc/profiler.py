@@ -45,11 +45,26 @@ class Tables:
     gpu_decode: tuple[tuple[int, int, float], ...]
     """(num_sequences, context_tokens of all, one layer)"""
     cpu_decode: tuple[tuple[int, int, float], ...]
-    """(num_sequences, context_tokens of all, one layer from submit to wait)"""
+    """(num_sequences, context_tokens of all, one layer without the way there and back)"""
     head: tuple[tuple[int, float], ...]
     """(num_outputs, one iteration)"""
     swap_bytes_per_s: float
     iteration_s: float
+    cpu_copy: tuple[tuple[int, float], ...] = ()
+    """(num_sequences, one layer)"""
+    cpu_signal_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _CpuTrip:
+    """A layer's decodes on the CPU, and where their time goes; seconds of one layer."""
+
+    num_sequences: int
+    context_tokens: int
+    """Of all sequences together."""
+    attention_s: float
+    copy_s: float
+    signal_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +79,18 @@ class Profiler:
 
     @torch.inference_mode()
     def measure(self) -> Tables:
+        trips = list(self._cpu_trips())
+        copies = {trip.num_sequences: trip.copy_s for trip in trips}  # The longest contexts last: they cool the caches.
         return Tables(
             linear=tuple(self._linear()),
             prefill=tuple(self._prefill()),
             gpu_decode=tuple(self._gpu_decode()),
-            cpu_decode=tuple(self._cpu_decode()),
+            cpu_decode=tuple((trip.num_sequences, trip.context_tokens, trip.attention_s) for trip in trips),
             head=tuple(self._head()),
             swap_bytes_per_s=self._swap_bytes_per_s(),
             iteration_s=self._iteration_s(),
+            cpu_copy=tuple(copies.items()),
+            cpu_signal_s=statistics.median(trip.signal_s for trip in trips) if trips else 0.0,
         )
 
     def _linear(self) -> Iterator[tuple[int, float]]:
@@ -123,7 +142,7 @@ class Profiler:
     def _run_decode(self, attention: DecodeAttention, q: Tensor, out: Tensor, layers: Iterator[int]) -> None:
         attention.run(q, self.cache.blocks[next(layers)], out)
 
-    def _cpu_decode(self) -> Iterator[tuple[int, int, float]]:
+    def _cpu_trips(self) -> "Iterator[_CpuTrip]":
         spec, host = self.decoder.spec, self.host
         if host is None:
             return
@@ -132,14 +151,19 @@ class Profiler:
             kv = self._noise(num_sequences, 2, spec.num_kv_heads, spec.head_dim)
             out = torch.empty_like(q)
             host.begin([CpuWork(0, np.full(num_sequences, context_tokens, np.int32), tables)], 0)
-            times = []
+            waited_before_ns, start_ns = host.wait_ns, time.perf_counter_ns()
             for _ in range(spec.num_layers):
-                start = time.perf_counter()
                 host.submit(0, q, kv, slice(0, num_sequences))
                 host.wait(0, out, slice(0, num_sequences))
-                times.append(time.perf_counter() - start)
-            host.finish()
-            yield num_sequences, num_sequences * context_tokens, statistics.median(times)
+            total_ns, waited_ns = time.perf_counter_ns() - start_ns, host.wait_ns - waited_before_ns
+            attended_ns = host.finish().compute_ns
+            yield _CpuTrip(
+                num_sequences,
+                num_sequences * context_tokens,
+                attention_s=attended_ns / spec.num_layers / 1e9,
+                copy_s=(total_ns - waited_ns) / spec.num_layers / 1e9,
+                signal_s=max(0, waited_ns - attended_ns) / spec.num_layers / 1e9,
+            )
 
     def _decode_grid(self, num_blocks: int) -> Iterator[tuple[int, int, Int32Array]]:
         """(num_sequences, context tokens of each, block tables) up to what the tier holds."""

@@ -135,6 +135,8 @@ def tables_to_pb(tables: Tables) -> pb.OperationTables:
         head=[pb.LinearPoint(num_tokens=n, seconds=s) for n, s in tables.head],
         swap_bytes_per_s=tables.swap_bytes_per_s,
         iteration_s=tables.iteration_s,
+        cpu_copy=[pb.LinearPoint(num_tokens=n, seconds=s) for n, s in tables.cpu_copy],
+        cpu_signal_s=tables.cpu_signal_s,
     )
 
 
