@@ -31,7 +31,7 @@ from svc_common.trace import IterationTrace
 
 _LEARNING = 100
 """Iterations before predictions count."""
-_PROMPT_TOKENS = (16, 900)
+_PROMPT_TOKENS = (16, 600)
 _ANSWER_TOKENS = (8, 160)
 """Uniform in the logarithm: mostly short, some long."""
 _MEDIAN_LIMIT, _P95_LIMIT = 0.05, 0.15
@@ -54,6 +54,7 @@ def running(args: argparse.Namespace, mode: str) -> Iterator[LocalStack]:
             "gpu": {
                 "device": args.device,
                 "dtype": args.dtype,
+                "profile": "always",
                 "kv_bytes": int(kv_bytes * (1 if alone else _GPU_SHARE)),
             },
             "cpu_attn": {"kv_bytes": 0 if alone else kv_bytes},

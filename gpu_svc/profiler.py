@@ -7,7 +7,7 @@ it, time is linear in what still grows, and start-up must not take minutes.
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import cycle
 
@@ -76,6 +76,27 @@ class Profiler:
     cache: GpuKvCache
     host: HostTier | None
     backend: AttentionBackend
+
+    def facts(self) -> dict[str, object]:
+        """All of this epoch that the tables depend on.
+
+        The CPU attention service is measured with the threads that it has at that time; where it gets others later,
+        online calibration follows.
+        """
+        decoder, shape, device = self.decoder, self.cache.shape, self.decoder.device
+        return {
+            "model": asdict(decoder.spec),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            "threads": torch.get_num_threads(),
+            "weight_dtype": str(decoder.weight_dtype),
+            "dtype": str(decoder.dtype),
+            "kv_dtype": str(shape.dtype),
+            "block_tokens": shape.block_tokens,
+            "gpu_blocks": self.cache.num_blocks,
+            "host_blocks": self.host.num_blocks if self.host else 0,
+            "cpu_attention_threads": self.host.num_threads if self.host else 0,
+            "limits": asdict(self.limits),
+        }
 
     @torch.inference_mode()
     def measure(self) -> Tables:
@@ -150,20 +171,25 @@ class Profiler:
             q = self._noise(num_sequences, spec.num_q_heads, spec.head_dim)
             kv = self._noise(num_sequences, 2, spec.num_kv_heads, spec.head_dim)
             out = torch.empty_like(q)
-            host.begin([CpuWork(0, np.full(num_sequences, context_tokens, np.int32), tables)], 0)
-            waited_before_ns, start_ns = host.wait_ns, time.perf_counter_ns()
-            for _ in range(spec.num_layers):
-                host.submit(0, q, kv, slice(0, num_sequences))
-                host.wait(0, out, slice(0, num_sequences))
-            total_ns, waited_ns = time.perf_counter_ns() - start_ns, host.wait_ns - waited_before_ns
-            attended_ns = host.finish().compute_ns
-            yield _CpuTrip(
-                num_sequences,
-                num_sequences * context_tokens,
-                attention_s=attended_ns / spec.num_layers / 1e9,
-                copy_s=(total_ns - waited_ns) / spec.num_layers / 1e9,
-                signal_s=max(0, waited_ns - attended_ns) / spec.num_layers / 1e9,
-            )
+            work = CpuWork(0, np.full(num_sequences, context_tokens, np.int32), tables)
+            passes: list[tuple[int, int, int]] = []
+            while len(passes) < _MIN_RUNS and sum(map(sum, passes)) < _LONG_S * 1e9:
+                passes.append(self._trips_ns(host, work, q, kv, out))
+            # The least of each: what disturbs a measurement only ever adds.
+            attention_s, copy_s, signal_s = (min(part) / spec.num_layers / 1e9 for part in zip(*passes, strict=True))
+            yield _CpuTrip(num_sequences, num_sequences * context_tokens, attention_s, copy_s, signal_s)
+
+    def _trips_ns(self, host: HostTier, work: CpuWork, q: Tensor, kv: Tensor, out: Tensor) -> tuple[int, int, int]:
+        """Nanoseconds of attention, of copies and of waiting for doorbells, through all layers."""
+        rows = slice(0, len(work))
+        host.begin([work], 0)
+        waited_before_ns, start_ns = host.wait_ns, time.perf_counter_ns()
+        for _ in range(self.decoder.spec.num_layers):
+            host.submit(work.slot, q, kv, rows)
+            host.wait(work.slot, out, rows)
+        total_ns, waited_ns = time.perf_counter_ns() - start_ns, host.wait_ns - waited_before_ns
+        attended_ns = host.finish().compute_ns
+        return attended_ns, total_ns - waited_ns, max(0, waited_ns - attended_ns)
 
     def _decode_grid(self, num_blocks: int) -> Iterator[tuple[int, int, Int32Array]]:
         """(num_sequences, context tokens of each, block tables) up to what the tier holds."""

@@ -65,9 +65,7 @@ class Calibration:
             terms.overlap_s,
         )
         self._gpu.observe(gpu, timings.total_ns / 1e9 - known_s)
-        factors.cpu_decode, factors.head, factors.swap = (
-            fit.values[0] for fit in (self._cpu, self._head, self._swap)
-        )
+        factors.cpu_decode, factors.head, factors.swap = (fit.values[0] for fit in (self._cpu, self._head, self._swap))
         (
             factors.weights,
             factors.tokens,

@@ -150,9 +150,7 @@ class Scheduler:
             self._running_since_s = now
         self._iteration += 1
         self._in_flight.append(
-            _InFlight(
-                self._iteration, batch.mode, batch.has_work, work.question(decision.shape), expected, predicted_s
-            )
+            _InFlight(self._iteration, batch.mode, batch.has_work, work.question(decision.shape), expected, predicted_s)
         )
         return self._make_plan(batch, predicted_s)
 

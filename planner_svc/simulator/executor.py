@@ -1,7 +1,6 @@
 """Plays the executor: follows each plan's sequences, says how long the plan takes, and fabricates its tokens."""
 
 from dataclasses import dataclass
-
 from typing import Protocol
 
 from planner_svc.estimator import EMPTY_LOAD, Estimator, SubBatchLoad, Terms, Timeline
