@@ -18,7 +18,7 @@ from torch import Tensor
 from gpu_svc.attention import AttentionBackend, DecodeAttention
 from gpu_svc.batch import BatchBuilder
 from gpu_svc.host_tier import CpuWork, HostTier
-from gpu_svc.kv_cache import GpuKvCache, copy_blocks
+from gpu_svc.kv_cache import GpuKvCache, KvPlaces, copy_blocks
 from gpu_svc.limits import Int32Array, Limits
 from gpu_svc.model.decoder import Decoder, Workspace
 from gpu_svc.pipeline import Stage
@@ -115,19 +115,28 @@ class Profiler:
         )
 
     def _linear(self) -> Iterator[tuple[int, float]]:
-        """Layer after layer, so that weights come from memory as they do in an iteration."""
-        spec = self.decoder.spec
+        """Layer after layer, so that weights come from memory as they do in an iteration; K and V are stored as well."""
+        spec, device = self.decoder.spec, self.decoder.device
         layers = cycle(range(spec.num_layers))
         for num_tokens in _steps(1, self.limits.max_batch_tokens, 2):
             hidden = self._noise(num_tokens, spec.hidden_size)
-            workspace = self.decoder.workspace(torch.arange(num_tokens, device=self.decoder.device))
+            workspace = self.decoder.workspace(torch.arange(num_tokens, device=device))
             attended = self._noise(num_tokens, spec.num_q_heads, spec.head_dim)
+            places = None
+            if self.cache.num_blocks:
+                # Each token to a block of its own, as those of decodes, as far as there are blocks.
+                blocks = np.arange(num_tokens) % self.cache.num_blocks
+                places = KvPlaces.on(device, blocks, np.zeros(num_tokens, np.int64))
 
-            yield num_tokens, self._least_s(partial(self._run_linear, hidden, workspace, attended, layers))
+            yield num_tokens, self._least_s(partial(self._run_linear, hidden, workspace, attended, places, layers))
 
-    def _run_linear(self, hidden: Tensor, workspace: Workspace, attended: Tensor, layers: Iterator[int]) -> None:
+    def _run_linear(
+        self, hidden: Tensor, workspace: Workspace, attended: Tensor, places: KvPlaces | None, layers: Iterator[int]
+    ) -> None:
         layer = next(layers)
         self.decoder.pre_attention(layer, hidden, workspace)
+        if places is not None:
+            self.cache.write(layer, places, workspace.kv)
         self.decoder.post_attention(layer, attended, hidden)
 
     def _prefill(self) -> Iterator[tuple[int, int, float]]:
@@ -207,8 +216,17 @@ class Profiler:
         for num_outputs in _steps(1, min(self.limits.max_sequences, self.limits.max_batch_tokens), 4):
             hidden = self._noise(num_outputs, self.decoder.spec.hidden_size)
             rows = _default_rows(num_outputs)
-            seconds = self._least_s(partial(self._run_head, hidden, rows))
+            seconds = self._least_s(partial(self._run_head, hidden, rows), self._run_layers)
             yield num_outputs, seconds
+
+    def _run_layers(self) -> None:
+        """One token through all layers: what caches held of anything else is gone."""
+        spec = self.decoder.spec
+        workspace = self.decoder.workspace(torch.zeros(1, dtype=torch.int64, device=self.decoder.device))
+        hidden, attended = self._noise(1, spec.hidden_size), self._noise(1, spec.num_q_heads, spec.head_dim)
+        layers = iter(range(spec.num_layers))
+        for _ in range(spec.num_layers):
+            self._run_linear(hidden, workspace, attended, None, layers)
 
     def _run_head(self, hidden: Tensor, rows: SamplingRows) -> None:
         sample(self.decoder.logits(hidden), rows)
@@ -254,13 +272,16 @@ class Profiler:
     def _noise(self, *shape: int) -> Tensor:
         return torch.randn(shape, dtype=torch.float32).to(device=self.decoder.device, dtype=self.decoder.dtype)
 
-    def _least_s(self, run: Callable[[], object]) -> float:
-        """The least of several runs: what disturbs a measurement only ever adds."""
+    def _least_s(self, run: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
+        """The least of several runs: what disturbs a measurement only ever adds. `before` each, untimed."""
+        before()
         first_s = self._seconds(run)  # Kernels are chosen and buffers made on the first call.
         if first_s > _LONG_S:
+            before()
             return min(first_s, self._seconds(run))
         times: list[float] = []
         while len(times) < _MIN_RUNS or (sum(times) < _POINT_S and len(times) < _MAX_RUNS):
+            before()
             times.append(self._seconds(run))
         return min(times)
 
