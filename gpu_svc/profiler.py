@@ -6,7 +6,7 @@ it, time is linear in what still grows, and start-up must not take minutes.
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import cycle
@@ -21,38 +21,16 @@ from gpu_svc.host_tier import CpuWork, HostTier
 from gpu_svc.kv_cache import GpuKvCache, KvPlaces, copy_blocks
 from gpu_svc.limits import Int32Array, Limits
 from gpu_svc.model.decoder import Decoder, Workspace
-from gpu_svc.pipeline import Stage
+from gpu_svc.pipeline import Stage, outputs, run_layers
 from gpu_svc.sampling import SamplingRows, sample
 from gpu_svc.sequences import SequenceTable
-from svc_common.plan import IterationPlan, Mode, NewSequence, SubBatch, Tier
+from gpu_svc.stopwatch import LONG_S, Stopwatch
+from gpu_svc.tables import Tables
+from svc_common.plan import IterationPlan, Mode, NewSequence, Sampling, SubBatch, Tier
 
-# A point is repeated until it has cost this much, but at least _MIN_RUNS and at most _MAX_RUNS times.
-_POINT_S = 0.02
-_MIN_RUNS, _MAX_RUNS = 3, 15
-# A point this long is run twice only, and is the last of its row where rows may end early.
-_LONG_S = 0.05
+_CPU_RUNS = 3
 _SWAP_BYTES = 16 * 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class Tables:
-    """Seconds, as OperationTables of the proto; a table is empty where its operation cannot run."""
-
-    linear: tuple[tuple[int, float], ...]
-    """(num_tokens, one layer)"""
-    prefill: tuple[tuple[int, int, float], ...]
-    """(chunk_tokens, past_tokens, one layer)"""
-    gpu_decode: tuple[tuple[int, int, float], ...]
-    """(num_sequences, context_tokens of all, one layer)"""
-    cpu_decode: tuple[tuple[int, int, float], ...]
-    """(num_sequences, context_tokens of all, one layer without the way there and back)"""
-    head: tuple[tuple[int, float], ...]
-    """(num_outputs, one iteration)"""
-    swap_bytes_per_s: float
-    iteration_s: float
-    cpu_copy: tuple[tuple[int, float], ...] = ()
-    """(num_sequences, one layer)"""
-    cpu_signal_s: float = 0.0
+_ITERATION_SEQUENCES = 4  # A point of all tables, as is 1.
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +54,10 @@ class Profiler:
     cache: GpuKvCache
     host: HostTier | None
     backend: AttentionBackend
+
+    @property
+    def _watch(self) -> Stopwatch:
+        return Stopwatch(self.decoder.device)
 
     def facts(self) -> dict[str, object]:
         """All of this epoch that the tables depend on.
@@ -102,20 +84,21 @@ class Profiler:
     def measure(self) -> Tables:
         trips = list(self._cpu_trips())
         copies = {trip.num_sequences: trip.copy_s for trip in trips}  # The longest contexts last: they cool the caches.
+        linear, decode, head = dict(self._linear()), tuple(self._gpu_decode()), dict(self._head())
         return Tables(
-            linear=tuple(self._linear()),
+            linear=tuple(linear.items()),
             prefill=tuple(self._prefill()),
-            gpu_decode=tuple(self._gpu_decode()),
+            gpu_decode=decode,
             cpu_decode=tuple((trip.num_sequences, trip.context_tokens, trip.attention_s) for trip in trips),
-            head=tuple(self._head()),
+            head=tuple(head.items()),
             swap_bytes_per_s=self._swap_bytes_per_s(),
-            iteration_s=self._iteration_s(),
+            iteration_s=self._iteration_s(linear, {(n, context): s for n, context, s in decode}, head),
             cpu_copy=tuple(copies.items()),
             cpu_signal_s=statistics.median(trip.signal_s for trip in trips) if trips else 0.0,
         )
 
     def _linear(self) -> Iterator[tuple[int, float]]:
-        """Layer after layer, so that weights come from memory as they do in an iteration; K and V are stored as well."""
+        """Layer after layer, so that weights come from memory as in an iteration; K and V are stored as well."""
         spec, device = self.decoder.spec, self.decoder.device
         layers = cycle(range(spec.num_layers))
         for num_tokens in _steps(1, self.limits.max_batch_tokens, 2):
@@ -128,7 +111,10 @@ class Profiler:
                 blocks = np.arange(num_tokens) % self.cache.num_blocks
                 places = KvPlaces.on(device, blocks, np.zeros(num_tokens, np.int64))
 
-            yield num_tokens, self._least_s(partial(self._run_linear, hidden, workspace, attended, places, layers))
+            yield (
+                num_tokens,
+                self._watch.least_s(partial(self._run_linear, hidden, workspace, attended, places, layers)),
+            )
 
     def _run_linear(
         self, hidden: Tensor, workspace: Workspace, attended: Tensor, places: KvPlaces | None, layers: Iterator[int]
@@ -154,9 +140,9 @@ class Profiler:
                 # More blocks than there are: repeated ones cost the same.
                 blocks = (np.arange(num_blocks) % len(layer_blocks)).astype(np.int32)
                 attention = self.backend.prefill(past_tokens, chunk_tokens, blocks)
-                seconds = self._least_s(partial(attention.run, q, layer_blocks, out))
+                seconds = self._watch.least_s(partial(attention.run, q, layer_blocks, out))
                 yield chunk_tokens, past_tokens, seconds
-                if seconds > _LONG_S:
+                if seconds > LONG_S:
                     break
 
     def _gpu_decode(self) -> Iterator[tuple[int, int, float]]:
@@ -166,7 +152,7 @@ class Profiler:
             q = self._noise(num_sequences, spec.num_q_heads, spec.head_dim)
             out = torch.empty_like(q)
             attention = self.backend.decode(np.full(num_sequences, context_tokens, np.int64), tables)
-            seconds = self._least_s(partial(self._run_decode, attention, q, out, layers))
+            seconds = self._watch.least_s(partial(self._run_decode, attention, q, out, layers))
             yield num_sequences, num_sequences * context_tokens, seconds
 
     def _run_decode(self, attention: DecodeAttention, q: Tensor, out: Tensor, layers: Iterator[int]) -> None:
@@ -182,7 +168,7 @@ class Profiler:
             out = torch.empty_like(q)
             work = CpuWork(0, np.full(num_sequences, context_tokens, np.int32), tables)
             passes: list[tuple[int, int, int]] = []
-            while len(passes) < _MIN_RUNS and sum(map(sum, passes)) < _LONG_S * 1e9:
+            while len(passes) < _CPU_RUNS and sum(map(sum, passes)) < LONG_S * 1e9:
                 passes.append(self._trips_ns(host, work, q, kv, out))
             # The least of each: what disturbs a measurement only ever adds.
             attention_s, copy_s, signal_s = (min(part) / spec.num_layers / 1e9 for part in zip(*passes, strict=True))
@@ -216,7 +202,7 @@ class Profiler:
         for num_outputs in _steps(1, min(self.limits.max_sequences, self.limits.max_batch_tokens), 4):
             hidden = self._noise(num_outputs, self.decoder.spec.hidden_size)
             rows = _default_rows(num_outputs)
-            seconds = self._least_s(partial(self._run_head, hidden, rows), self._run_layers)
+            seconds = self._watch.least_s(partial(self._run_head, hidden, rows), self._run_layers)
             yield num_outputs, seconds
 
     def _run_layers(self) -> None:
@@ -243,58 +229,47 @@ class Profiler:
             copy_blocks(gpu, blocks, host, blocks)
             copy_blocks(host, blocks, gpu, blocks)
 
-        return 2 * num_blocks * block_bytes / self._least_s(there_and_back)
+        return 2 * num_blocks * block_bytes / self._watch.least_s(there_and_back)
 
-    def _iteration_s(self) -> float:
-        """Taking a plan over and building its batch, for as many sequences as commonly run."""
-        num_sequences = min(32, self.limits.max_sequences, self.limits.max_batch_tokens)
-        table = SequenceTable(
-            Limits(num_sequences, num_sequences, 2),
-            self.cache.shape.block_tokens,
-            2 * num_sequences,
-            0,
-            self.decoder.spec.vocab_size,
-        )
-        new = tuple(NewSequence(i, (0,), Tier.GPU, (2 * i, 2 * i + 1)) for i in range(num_sequences))
+    def _iteration_s(
+        self, linear: Mapping[int, float], decode: Mapping[tuple[int, int], float], head: Mapping[int, float]
+    ) -> float:
+        """What an iteration of a few decodes takes beside what the tables say of it; taking its plan over, at least."""
+        cache, watch = self.cache, self._watch
+        most = min(self.limits.max_sequences, self.limits.max_batch_tokens, cache.num_blocks or _ITERATION_SEQUENCES)
+        num = _ITERATION_SEQUENCES if most >= _ITERATION_SEQUENCES else 1
+        context_tokens = min(cache.shape.block_tokens, self.limits.max_sequence_tokens)
+        limits = Limits(num, num, context_tokens)
+        table = SequenceTable(limits, cache.shape.block_tokens, num, 0, self.decoder.spec.vocab_size)
+        new = tuple(NewSequence(i, (0,), Tier.GPU, (i,), Sampling(temperature=1.0)) for i in range(num))
         table.apply(IterationPlan(1, 1, Mode.GPU_ONLY, new_sequences=new))
-        table.computed_tokens[:] = 1
-        builder = BatchBuilder(table, self.backend, self.cache.shape, self.decoder.device)
-        work = SubBatch(gpu_decodes=tuple(range(num_sequences)))
+        table.prompt_tokens[:] = 0  # As if all of its tokens were generated.
+        builder = BatchBuilder(table, self.backend, cache.shape, self.decoder.device)
+        work = SubBatch(gpu_decodes=tuple(range(num)))
         plan = IterationPlan(1, 2, Mode.GPU_ONLY, sub_batches=(work,))
 
-        def run() -> None:
+        def prepare() -> Stage:
+            table.computed_tokens[:] = context_tokens - 1
             table.apply(plan)
             table.check_work(plan)
-            Stage(builder.build(work, 0), self.decoder, self.cache, None)
+            return Stage(builder.build(work, 0), self.decoder, cache, None)
 
-        return self._least_s(run)
+        def run() -> None:
+            stage = prepare()
+            run_layers(stage, None, self.decoder.spec.num_layers)
+            slots = stage.batch.output_slots
+            tokens, _ = sample(self.decoder.logits(outputs([stage])), table.sampling_rows(slots))
+            table.advance(work)
+            table.take_tokens(slots, tokens)
+
+        prepare_s = watch.least_s(prepare)
+        if not cache.num_blocks:
+            return prepare_s
+        layer_s = linear[num] + decode[num, num * context_tokens]
+        return max(prepare_s, watch.least_s(run) - self.decoder.spec.num_layers * layer_s - head[num])
 
     def _noise(self, *shape: int) -> Tensor:
         return torch.randn(shape, dtype=torch.float32).to(device=self.decoder.device, dtype=self.decoder.dtype)
-
-    def _least_s(self, run: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
-        """The least of several runs: what disturbs a measurement only ever adds. `before` each, untimed."""
-        before()
-        first_s = self._seconds(run)  # Kernels are chosen and buffers made on the first call.
-        if first_s > _LONG_S:
-            before()
-            return min(first_s, self._seconds(run))
-        times: list[float] = []
-        while len(times) < _MIN_RUNS or (sum(times) < _POINT_S and len(times) < _MAX_RUNS):
-            before()
-            times.append(self._seconds(run))
-        return min(times)
-
-    def _seconds(self, run: Callable[[], object]) -> float:
-        self._synchronize()
-        start = time.perf_counter()
-        run()
-        self._synchronize()
-        return time.perf_counter() - start
-
-    def _synchronize(self) -> None:
-        if self.decoder.device.type == "cuda":
-            torch.cuda.synchronize(self.decoder.device)
 
 
 def _steps(first: int, last: int, factor: int) -> Iterator[int]:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from gpu_svc.profiler import Tables
+from gpu_svc.tables import Tables
 from gpu_svc.wire import tables_from_json, tables_to_json
 
 _FORMAT = 1

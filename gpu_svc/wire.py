@@ -7,7 +7,7 @@ from google.protobuf import json_format
 
 from gpu_svc.executor import Status
 from gpu_svc.limits import InvalidPlanError
-from gpu_svc.profiler import Tables
+from gpu_svc.tables import Tables
 from neoflex.v1 import executor_pb2 as pb
 from svc_common.plan import (
     CohortStep,
