@@ -10,20 +10,18 @@ while online calibration learns, are left out.
 import argparse
 import asyncio
 import json
+import math
 import random
 import statistics
-import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
+from real_stack import running
 from results import Row, arguments, publish
 
 from neoflex import AsyncClient
-from neoflex.supervisor import LocalStack
 from neoflex.trace.record import record
-from svc_common.config import parse
 from svc_common.model.read_spec import read_spec
 from svc_common.model.store import resolve
 from svc_common.plan import Mode
@@ -37,37 +35,6 @@ _ANSWER_TOKENS = (8, 160)
 _MEDIAN_LIMIT, _P95_LIMIT = 0.05, 0.15
 _GPU_SHARE = 0.3
 """Of the KV that all clients need together."""
-_READY_S = 120.0
-
-
-@contextmanager
-def running(args: argparse.Namespace, mode: str) -> Iterator[LocalStack]:
-    """A stack whose GPU cache is too small for the load."""
-    spec = read_spec(resolve(args.model))
-    longest_tokens = _PROMPT_TOKENS[1] + _ANSWER_TOKENS[1] + 16
-    kv_bytes = args.clients * longest_tokens * spec.kv_bytes_per_token(4)
-    alone = mode == "gpu_only"
-    config = parse(
-        {
-            "model": {"source": args.model},
-            "planner": {"listen": "127.0.0.1:0", "mode": mode, "max_sequence_tokens": longest_tokens},
-            "gpu": {
-                "device": args.device,
-                "dtype": args.dtype,
-                "profile": "always",
-                "kv_bytes": int(kv_bytes * (1 if alone else _GPU_SHARE)),
-            },
-            "cpu_attn": {"kv_bytes": 0 if alone else kv_bytes},
-        },
-        "benchmark",
-    )
-    stack = LocalStack(config, Path(tempfile.mkdtemp(prefix="nfx-")))
-    stack.start()
-    try:
-        stack.wait_ready(_READY_S)
-        yield stack
-    finally:
-        stack.stop()
 
 
 async def load(address: str, args: argparse.Namespace, until_s: float) -> None:
@@ -77,7 +44,7 @@ async def load(address: str, args: argparse.Namespace, until_s: float) -> None:
 
     def draw(bounds: tuple[int, int]) -> int:
         low, high = bounds
-        return round(low * (high / low) ** generator.random())
+        return round(math.exp(generator.uniform(math.log(low), math.log(high))))
 
     async def ask(client: AsyncClient) -> None:
         while asyncio.get_running_loop().time() < end_s:
@@ -94,7 +61,18 @@ async def load(address: str, args: argparse.Namespace, until_s: float) -> None:
 
 def traced(args: argparse.Namespace, mode: str) -> list[IterationTrace]:
     """All iterations of a run."""
-    with running(args, mode) as stack, ThreadPoolExecutor(1) as pool:
+    longest_tokens = _PROMPT_TOKENS[1] + _ANSWER_TOKENS[1] + 16
+    stack_of = running(
+        mode,
+        args.clients * longest_tokens,
+        _GPU_SHARE,
+        longest_tokens,
+        "always",
+        model=args.model,
+        device=args.device,
+        dtype=args.dtype,
+    )
+    with stack_of as stack, ThreadPoolExecutor(1) as pool:
         recording = pool.submit(record, stack.address, args.seconds)
         asyncio.run(load(stack.address, args, args.seconds))
         return recording.result()
