@@ -127,6 +127,8 @@ class Counters:
 
     gpu_only_iterations: int
     asymmetric_iterations: int
+    same_layer_iterations: int
+    decoupled_iterations: int
     gpu_attended_tokens: int
     cpu_attended_tokens: int
     swapped_out_bytes: int

@@ -53,6 +53,8 @@ def counters_message(counters: Counters, scheduler: SchedulerCounters) -> pb.Ser
     return pb.ServerCounters(
         gpu_only_iterations=scheduler.gpu_only_iterations,
         asymmetric_iterations=scheduler.asymmetric_iterations,
+        same_layer_iterations=scheduler.same_layer_iterations,
+        decoupled_iterations=scheduler.decoupled_iterations,
         gpu_attended_tokens=counters.gpu_attended_tokens,
         cpu_attended_tokens=counters.cpu_attended_tokens,
         swapped_out_bytes=counters.swapped_out_bytes,

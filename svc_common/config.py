@@ -26,7 +26,7 @@ from pydantic_core import ErrorDetails
 MAX_PORT = 65535
 _SIZE = re.compile(r"\s*\d*\.?\d+\s*[a-zA-Z]*\s*")
 
-Mode = Literal["auto", "gpu_only", "asymmetric"]
+Mode = Literal["auto", "gpu_only", "asymmetric", "same_layer", "decoupled"]
 
 
 class ConfigError(Exception):
@@ -88,7 +88,8 @@ class PlannerConfig(Section):
     listen: Address = "127.0.0.1:50051"
     """Address of the public gRPC service; `host:port` or `unix:path`."""
     mode: Mode = "auto"
-    """"gpu_only" and "asymmetric" force a mode; "auto" chooses each iteration by predicted throughput."""
+    """"auto" chooses each iteration by predicted throughput. The others force how sequences on the host decode: not at
+    all, in two sub-batches where both have work, in one batch, or as a cohort at its own pace."""
     max_waiting_requests: Annotated[int, Field(ge=1)] = 1024
     """Requests that may wait; further ones are refused."""
     max_running_sequences: Annotated[int, Field(ge=1, le=4096)] = 256
@@ -148,8 +149,8 @@ class Config(Section):
     def _has_somewhere_to_keep_kv(self) -> "Config":
         if self.gpu.kv_bytes == 0 and self.cpu_attn.kv_bytes == 0:
             raise ValueError("gpu.kv_bytes and cpu_attn.kv_bytes are both 0: there is no place for KV")
-        if self.planner.mode == "asymmetric" and self.cpu_attn.kv_bytes == 0:
-            raise ValueError('planner.mode "asymmetric" needs cpu_attn.kv_bytes greater than 0')
+        if self.planner.mode not in ("auto", "gpu_only") and self.cpu_attn.kv_bytes == 0:
+            raise ValueError(f'planner.mode "{self.planner.mode}" needs cpu_attn.kv_bytes greater than 0')
         if self.planner.mode == "gpu_only" and self.gpu.kv_bytes == 0:
             raise ValueError('planner.mode "gpu_only" needs gpu.kv_bytes greater than 0')
         return self

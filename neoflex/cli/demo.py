@@ -39,7 +39,7 @@ class _Measured:
 
 def demo(
     prompt: Annotated[str, typer.Argument(help="What to ask.")] = "Why is the sky blue?",
-    mode: Annotated[str, typer.Option(help="auto, gpu_only or asymmetric.")] = "auto",
+    mode: Annotated[str, typer.Option(help="auto, gpu_only, asymmetric, same_layer or decoupled.")] = "auto",
     gpu_kv_bytes: Annotated[str, typer.Option(help="GPU KV cache: small, so that the host gets work, too.")] = "8MiB",
     host_kv_bytes: Annotated[str, typer.Option(help="Host KV pool.")] = "512MiB",
     concurrency: Annotated[int, typer.Option(min=1, help="Requests at a time, the shown one included.")] = 8,

@@ -64,6 +64,8 @@ def counter_rows(counters: Counters) -> list[tuple[str, str]]:
     return [
         ("iterations, GPU-only", f"{counters.gpu_only_iterations:,}"),
         ("iterations, asymmetric", f"{counters.asymmetric_iterations:,}"),
+        ("iterations, same layer", f"{counters.same_layer_iterations:,}"),
+        ("iterations, decoupled", f"{counters.decoupled_iterations:,}"),
         ("tokens attended on the GPU", f"{counters.gpu_attended_tokens:,}"),
         ("tokens attended on the CPU", f"{counters.cpu_attended_tokens:,}"),
         ("KV moved to the host", size(counters.swapped_out_bytes)),

@@ -82,7 +82,9 @@ _DTYPES = "auto, fp32, bf16, fp16"
 def up(
     model: Annotated[str | None, _MODEL] = None,
     config_file: Annotated[Path | None, typer.Option("--config", help="TOML file; options below win over it.")] = None,
-    mode: Annotated[str | None, _setting(PlannerConfig, "mode", "auto, gpu_only or asymmetric.")] = None,
+    mode: Annotated[
+        str | None, _setting(PlannerConfig, "mode", "auto, gpu_only, asymmetric, same_layer or decoupled.")
+    ] = None,
     gpu_kv_bytes: Annotated[str | None, _setting(GpuConfig, "kv_bytes", "GPU KV cache, as 64MiB; 0: none.")] = None,
     host_kv_bytes: Annotated[
         str | None, _setting(CpuAttnConfig, "kv_bytes", "Host KV pool; 0 runs without cpu_attn_svc.")

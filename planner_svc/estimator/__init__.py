@@ -1,7 +1,15 @@
 """Says how long a batch will take, from a machine's figures or from measured tables; the scheduler chooses by it."""
 
 from planner_svc.estimator.calibration import Calibration
-from planner_svc.estimator.estimator import EMPTY_LOAD, Estimator, SubBatchLoad
+from planner_svc.estimator.estimator import (
+    EMPTY_LOAD,
+    NO_COHORT,
+    CohortLoad,
+    Estimator,
+    Question,
+    SubBatchLoad,
+    hidden_cohort_layers,
+)
 from planner_svc.estimator.hardware import HardwareSpec, ModelFigures
 from planner_svc.estimator.roofline import RooflineEstimator
 from planner_svc.estimator.table_estimator import TableEstimator
@@ -11,7 +19,9 @@ from planner_svc.estimator.timeline import Timeline
 
 __all__ = [
     "EMPTY_LOAD",
+    "NO_COHORT",
     "Calibration",
+    "CohortLoad",
     "DecodePoint",
     "Estimator",
     "Factors",
@@ -20,9 +30,11 @@ __all__ = [
     "ModelFigures",
     "OperationTables",
     "PrefillPoint",
+    "Question",
     "RooflineEstimator",
     "SubBatchLoad",
     "TableEstimator",
     "Terms",
     "Timeline",
+    "hidden_cohort_layers",
 ]

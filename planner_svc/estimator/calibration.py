@@ -2,9 +2,8 @@
 
 from collections import deque
 from statistics import median
-from typing import Any
 
-from planner_svc.estimator.estimator import Estimator
+from planner_svc.estimator.estimator import Estimator, Question
 from planner_svc.estimator.fit import Fit
 from planner_svc.estimator.terms import Factors, Terms
 from svc_common.plan import Mode, Timings
@@ -34,7 +33,7 @@ class Calibration:
         """Multiply a prediction of `estimator` by this: what its parts together still miss in this mode."""
         return self._remainders[mode].value if mode in self._remainders else 1.0
 
-    def observe(self, mode: Mode, question: tuple[Any, ...], timings: Timings) -> None:
+    def observe(self, mode: Mode, question: Question, timings: Timings) -> None:
         """`question`: what `iteration_s` was asked when this iteration was planned.
 
         An iteration without a prediction or without a clock says nothing.

@@ -35,11 +35,43 @@ class SubBatchLoad:
         return len(self.prefill_chunks) + self.num_gpu_decodes + self.num_cpu_decodes
 
 
+@dataclass(frozen=True, slots=True)
+class CohortLoad:
+    """Some layers of one decode step of sequences on the host, beside a batch."""
+
+    num_sequences: int = 0
+    context_tokens: int = 0
+    """Tokens attended by all of them together, the one being processed included."""
+    num_layers: int = 0
+    """Of the step, in this iteration."""
+    num_outputs: int = 0
+    """Sequences that get a token: all where the step ends here, else none."""
+
+
 EMPTY_LOAD = SubBatchLoad()
+NO_COHORT = CohortLoad()
+
+Question = tuple[SubBatchLoad, SubBatchLoad, int, int, CohortLoad]
+"""All arguments of `iteration_s`."""
+
+
+def hidden_cohort_layers(num_layers: int, layer_s: float, attention_s: float) -> int:
+    """Layers of a cohort's step that don't make a batch wait whose layers take `layer_s` each.
+
+    A cohort's layer takes its attention on the CPU, `attention_s`, and until the GPU is free for its linear operations
+    half a layer of the batch on average: `num_layers * layer_s` hide so many of these. Beside no batch, all.
+    """
+    hidden_by_s = attention_s + layer_s / 2
+    return num_layers if layer_s <= 0 or hidden_by_s <= 0 else int(num_layers * layer_s / hidden_by_s)
 
 
 class Estimator(Protocol):
     """Predicted seconds. Operations are per layer unless they say otherwise; none is negative."""
+
+    @property
+    def num_layers(self) -> int:
+        """Of the model."""
+        ...
 
     def linear_s(self, num_tokens: int) -> float:
         """All linear operations of a layer; 0 for no tokens."""
@@ -67,10 +99,11 @@ class Estimator(Protocol):
         second: SubBatchLoad = EMPTY_LOAD,
         swap_out_bytes: int = 0,
         swap_in_bytes: int = 0,
+        cohort: CohortLoad = NO_COHORT,
     ) -> float:
         """A whole iteration. Without a second sub-batch and CPU decodes this is the GPU-only batch.
 
-        Swaps are bytes over all layers, out to the host and in to the GPU.
+        Beside a cohort there is no second one. Swaps are bytes over all layers, out to the host and in to the GPU.
         """
         ...
 
@@ -80,6 +113,7 @@ class Estimator(Protocol):
         second: SubBatchLoad = EMPTY_LOAD,
         swap_out_bytes: int = 0,
         swap_in_bytes: int = 0,
+        cohort: CohortLoad = NO_COHORT,
     ) -> Terms:
         """The parts of `iteration_s`, in seconds of the whole iteration."""
         ...

@@ -5,13 +5,22 @@ Two sub-batches 0 and 1 in a layer, a their attention on the GPU, c on the CPU (
     stage 1 = max{linear 0 + a1, c1}        stage 2 = max{linear 1 + a0, c0}
 
 The first layer's stage 1 and the last one's stage 2 have nothing from the neighbouring layer beside them.
+
+A cohort's layer takes its attention on the CPU, its linear operations on the GPU, and half a layer of the batch until
+the GPU is free for them: tau = attention + linear + layer / 2 (simulation spec, "decoupled"). There it advances
+x = pass / tau layers while the batch goes through its L, pass = L layer / (1 - linear / tau): a mean, which need not be
+whole. A whole number m of them takes the longer of what the GPU and what the cohort needs,
+
+    pass = max{L layer + m linear, m tau}
+
+up to m = floor(x) the former, so that the cohort costs its linear operations alone; where x is whole both agree.
 """
 
 import copy
 from collections.abc import Iterable
 from typing import Self
 
-from planner_svc.estimator.estimator import EMPTY_LOAD, SubBatchLoad
+from planner_svc.estimator.estimator import EMPTY_LOAD, NO_COHORT, CohortLoad, SubBatchLoad
 from planner_svc.estimator.hardware import HardwareSpec, ModelFigures
 from planner_svc.estimator.terms import Factors, Terms
 from planner_svc.estimator.timeline import Timeline
@@ -75,8 +84,12 @@ class RooflineEstimator:
         """Of one layer."""
         if num_sequences == 0:
             return 0.0
+        return self._cpu_attention_s(num_sequences, context_tokens) + self._cpu_hop_s
+
+    def _cpu_attention_s(self, num_sequences: int, context_tokens: int) -> float:
+        """Without the way there and back."""
         attention_s = context_tokens * self._cpu_context_token_s + num_sequences * self._cpu_sequence_s
-        return self._factors.cpu_decode * attention_s + self._cpu_hop_s
+        return self._factors.cpu_decode * attention_s
 
     def head_s(self, num_outputs: int) -> float:
         """Of one iteration. The weights are read whatever the number of outputs."""
@@ -92,13 +105,15 @@ class RooflineEstimator:
         second: SubBatchLoad = EMPTY_LOAD,
         swap_out_bytes: int = 0,
         swap_in_bytes: int = 0,
+        cohort: CohortLoad = NO_COHORT,
     ) -> float:
         """Layers and head, and what of the swaps the layers don't hide; both ways of the link at once."""
-        layers_s = self._layers_s(first, second)
+        layers_s = self._layers_s(first, second, cohort)
         swap_out_bytes += self.kv_bytes_per_token * (first.host_prefill_tokens + second.host_prefill_tokens)
         swap_in_bytes += self.kv_bytes_per_token * (first.host_past_tokens + second.host_past_tokens)
         swap_s = self.swap_s(max(swap_out_bytes, swap_in_bytes))
-        return max(layers_s, swap_s) + self.head_s(first.num_items + second.num_items) + self._overhead_s()
+        num_items = first.num_items + second.num_items + cohort.num_outputs
+        return max(layers_s, swap_s) + self.head_s(num_items) + self._overhead_s()
 
     def _overhead_s(self) -> float:
         return self._factors.overhead * self._iteration_s
@@ -109,28 +124,37 @@ class RooflineEstimator:
         second: SubBatchLoad = EMPTY_LOAD,
         swap_out_bytes: int = 0,
         swap_in_bytes: int = 0,
+        cohort: CohortLoad = NO_COHORT,
     ) -> Terms:
         """The same iteration by its parts; the GPU's work is not slowed by the CPU's."""
-        loads = [load for load in (first, second) if load.num_tokens]
-        linear_s = [self._linear_parts_s(load.num_tokens) for load in loads]
-        prefill_s = sum(_prefills_s(self, load.prefill_chunks) for load in loads)
-        decode_s = sum(self.gpu_decode_s(load.num_gpu_decodes, load.gpu_context_tokens) for load in loads)
-        cpu_loads = [load for load in loads if load.num_cpu_decodes]
-        cpu_s = sum(map(self._cpu_attention_s, cpu_loads)) - len(cpu_loads) * self._cpu_hop_s
-        gpu_layer_s = sum(map(sum, linear_s)) + prefill_s + decode_s
-        layers_s = self._layers_s(first, second)
+        # (layers, tokens in each, sequences and context attended on the CPU in each)
+        passes = [
+            (self.num_layers, load.num_tokens, load.num_cpu_decodes, load.cpu_context_tokens)
+            for load in (first, second)
+        ]
+        passes.append((cohort.num_layers, cohort.num_sequences, cohort.num_sequences, cohort.context_tokens))
+        weights_s = tokens_s = cpu_s = 0.0
+        for num_layers, num_tokens, num_cpu, cpu_context in passes:
+            if num_tokens:
+                parts = self._linear_parts_s(num_tokens)
+                weights_s += num_layers * parts[0]
+                tokens_s += num_layers * parts[1]
+                cpu_s += num_layers * self._cpu_attention_s(num_cpu, cpu_context)
+        prefill_s = self.num_layers * sum(_prefills_s(self, load.prefill_chunks) for load in (first, second))
+        decode_s = self.num_layers * self.gpu_decode_s(first.num_gpu_decodes, first.gpu_context_tokens)
+        layers_s = self._layers_s(first, second, cohort)
         swap_out_bytes += self.kv_bytes_per_token * (first.host_prefill_tokens + second.host_prefill_tokens)
         swap_in_bytes += self.kv_bytes_per_token * (first.host_past_tokens + second.host_past_tokens)
         swap_s = self.swap_s(max(swap_out_bytes, swap_in_bytes))
         return Terms(
-            weights_s=self.num_layers * sum(weights_s for weights_s, _ in linear_s),
-            tokens_s=self.num_layers * sum(tokens_s for _, tokens_s in linear_s),
-            prefill_s=self.num_layers * prefill_s,
-            gpu_decode_s=self.num_layers * decode_s,
+            weights_s=weights_s,
+            tokens_s=tokens_s,
+            prefill_s=prefill_s,
+            gpu_decode_s=decode_s,
             overhead_s=self._overhead_s(),
-            cpu_wait_s=max(0.0, layers_s - self.num_layers * gpu_layer_s),
-            cpu_decode_s=self.num_layers * cpu_s,
-            head_s=self.head_s(first.num_items + second.num_items),
+            cpu_wait_s=max(0.0, layers_s - weights_s - tokens_s - prefill_s - decode_s),
+            cpu_decode_s=cpu_s,
+            head_s=self.head_s(first.num_items + second.num_items + cohort.num_outputs),
             swap_s=swap_s,
             swap_hidden_s=layers_s,
         )
@@ -141,40 +165,52 @@ class RooflineEstimator:
         second: SubBatchLoad = EMPTY_LOAD,
         swap_out_bytes: int = 0,
         swap_in_bytes: int = 0,
+        cohort: CohortLoad = NO_COHORT,
     ) -> Timeline:
         """The same iteration as how long each processor and each way of the link works in it."""
-        total_s = self.iteration_s(first, second, swap_out_bytes, swap_in_bytes)
+        total_s = self.iteration_s(first, second, swap_out_bytes, swap_in_bytes, cohort)
         swap_out_bytes += self.kv_bytes_per_token * (first.host_prefill_tokens + second.host_prefill_tokens)
         swap_in_bytes += self.kv_bytes_per_token * (first.host_past_tokens + second.host_past_tokens)
         gpu_layer_s = sum(self.linear_s(load.num_tokens) + self._gpu_attention_s(load) for load in (first, second))
-        cpu_layer_s = sum(self._cpu_attention_s(load) for load in (first, second))
+        cpu_layer_s = sum(self._cpu_s(load) for load in (first, second))
+        cohort_linear_s = self.linear_s(cohort.num_sequences)
+        cohort_cpu_s = self.cpu_decode_s(cohort.num_sequences, cohort.context_tokens)
+        num_items = first.num_items + second.num_items + cohort.num_outputs
         return Timeline(
             total_s=total_s,
-            gpu_s=self.num_layers * gpu_layer_s + self.head_s(first.num_items + second.num_items),
-            cpu_s=self.num_layers * cpu_layer_s,
+            gpu_s=self.num_layers * gpu_layer_s + cohort.num_layers * cohort_linear_s + self.head_s(num_items),
+            cpu_s=self.num_layers * cpu_layer_s + cohort.num_layers * cohort_cpu_s,
             link_out_s=self.swap_s(swap_out_bytes),
             link_in_s=self.swap_s(swap_in_bytes),
         )
 
-    def _layers_s(self, first: SubBatchLoad, second: SubBatchLoad) -> float:
+    def _layers_s(self, first: SubBatchLoad, second: SubBatchLoad, cohort: CohortLoad) -> float:
         linear0, gpu0, cpu0 = (
             self.linear_s(first.num_tokens),
             self._gpu_attention_s(first),
-            self._cpu_attention_s(first),
+            self._cpu_s(first),
         )
         if second.num_tokens == 0:
-            return self.num_layers * (linear0 + max(gpu0, cpu0))
+            return self._beside_cohort_s(linear0 + max(gpu0, cpu0), cohort)
         linear1 = self.linear_s(second.num_tokens)
-        gpu1, cpu1 = self._gpu_attention_s(second), self._cpu_attention_s(second)
+        gpu1, cpu1 = self._gpu_attention_s(second), self._cpu_s(second)
         stages_s = max(linear0 + gpu1, cpu1) + max(linear1 + gpu0, cpu0)
         ends_s = (linear0 + linear1) / 2 + max(linear1 / 2 + gpu0, cpu0) + max(linear0 / 2 + gpu1, cpu1)
         return (self.num_layers - 1) * stages_s + ends_s
+
+    def _beside_cohort_s(self, layer_s: float, cohort: CohortLoad) -> float:
+        batch_s = self.num_layers * layer_s
+        if cohort.num_layers == 0:
+            return batch_s
+        linear_s = self.linear_s(cohort.num_sequences)
+        tau_s = self.cpu_decode_s(cohort.num_sequences, cohort.context_tokens) + linear_s + layer_s / 2
+        return max(batch_s + cohort.num_layers * linear_s, cohort.num_layers * tau_s)
 
     def _gpu_attention_s(self, load: SubBatchLoad) -> float:
         decode_s = self.gpu_decode_s(load.num_gpu_decodes, load.gpu_context_tokens)
         return decode_s + _prefills_s(self, load.prefill_chunks)
 
-    def _cpu_attention_s(self, load: SubBatchLoad) -> float:
+    def _cpu_s(self, load: SubBatchLoad) -> float:
         return self.cpu_decode_s(load.num_cpu_decodes, load.cpu_context_tokens)
 
 

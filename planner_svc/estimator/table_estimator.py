@@ -4,15 +4,15 @@ import copy
 from collections.abc import Sequence
 from typing import NamedTuple, Self
 
-from planner_svc.estimator.estimator import EMPTY_LOAD, SubBatchLoad
+from planner_svc.estimator.estimator import EMPTY_LOAD, NO_COHORT, CohortLoad, SubBatchLoad
 from planner_svc.estimator.interpolation import Curve, Surface
 from planner_svc.estimator.tables import DecodePoint, LinearPoint, OperationTables
 from planner_svc.estimator.terms import Factors, Terms
 from planner_svc.estimator.timeline import Timeline
 
 
-class _Layer(NamedTuple):
-    """Seconds of one layer with one or two sub-batches."""
+class _Layers(NamedTuple):
+    """Seconds of all layers of an iteration."""
 
     gpu_s: float
     """The GPU's work, as slow as it is beside the CPU's."""
@@ -25,7 +25,7 @@ class TableEstimator:
     """An Estimator over OperationTables."""
 
     def __init__(self, tables: OperationTables, num_layers: int) -> None:
-        self._num_layers = num_layers
+        self.num_layers = num_layers
         self._linear = _curve(tables.linear)
         self._weights_s = self._linear(1) if self._linear else 0.0
         self._prefill = (
@@ -95,23 +95,26 @@ class TableEstimator:
         second: SubBatchLoad = EMPTY_LOAD,
         swap_out_bytes: int = 0,
         swap_in_bytes: int = 0,
+        cohort: CohortLoad = NO_COHORT,
     ) -> float:
         """Layers, head, swaps, which the executor makes before the layers, and a constant."""
-        layer = self._layer(first, second)
+        layers = self._layers(first, second, cohort)
         return (
-            self._num_layers * (layer.gpu_s + layer.cpu_wait_s)
-            + self.head_s(first.num_outputs + second.num_outputs)
+            layers.gpu_s
+            + layers.cpu_wait_s
+            + self.head_s(first.num_outputs + second.num_outputs + cohort.num_outputs)
             + self.swap_s(swap_out_bytes + swap_in_bytes)
             + self._factors.overhead * self._overhead_s
         )
 
-    def _layer(self, first: SubBatchLoad, second: SubBatchLoad) -> _Layer:
-        """One batch: linear 0, then the GPU's attention beside the CPU's.
+    def _layers(self, first: SubBatchLoad, second: SubBatchLoad, cohort: CohortLoad) -> _Layers:
+        """One batch: its linear operations, then the GPU's attention beside the CPU's.
 
         Two sub-batches: each side works through its queue and may run ahead of the other by one part, so a layer takes
         as long as the longest cycle of what waits for what (gpu_svc/pipeline.py): all of the GPU's work, all of the
         CPU's, or one sub-batch's own way through both.
         """
+        num_layers = self.num_layers
         linear0 = self.linear_s(first.num_tokens) + self._cpu_copy_s(first.num_cpu_decodes)
         attention_s = self.gpu_decode_s(first.num_gpu_decodes, first.gpu_context_tokens)
         for load in (first, second):
@@ -120,16 +123,34 @@ class TableEstimator:
         cpu0 = self.cpu_decode_s(first.num_cpu_decodes, first.cpu_context_tokens)
         contention = self._factors.contention
         if second.num_tokens == 0:
+            if cohort.num_layers:
+                return self._beside_cohort(linear0 + attention_s, cohort)
             overlap_s = min(attention_s, cpu0)
             attention_s += contention * overlap_s
-            return _Layer(linear0 + attention_s, max(0.0, cpu0 - attention_s), overlap_s)
+            wait_s = max(0.0, cpu0 - attention_s)
+            return _Layers(num_layers * (linear0 + attention_s), num_layers * wait_s, num_layers * overlap_s)
         linear1 = self.linear_s(second.num_tokens) + self._cpu_copy_s(second.num_cpu_decodes)
         cpu1 = self.cpu_decode_s(second.num_cpu_decodes, second.cpu_context_tokens)
         gpu_s = linear0 + linear1 + attention_s
         overlap_s = min(gpu_s, cpu0 + cpu1)
         gpu_s += contention * overlap_s
         longest_s = max(cpu0 + cpu1, cpu0 + linear0 if cpu0 else 0.0, cpu1 + linear1 if cpu1 else 0.0)
-        return _Layer(gpu_s, max(0.0, longest_s - gpu_s), overlap_s)
+        return _Layers(num_layers * gpu_s, num_layers * max(0.0, longest_s - gpu_s), num_layers * overlap_s)
+
+    def _beside_cohort(self, layer_s: float, cohort: CohortLoad) -> _Layers:
+        """Of the batch's L layers, floor(L / m) or one more lie beside the attention of each of the cohort's m.
+
+        See gpu_svc/pipeline.py: sum over the cohort's layers of linear + max{attention, their number * layer}.
+        """
+        linear_s = self.linear_s(cohort.num_sequences) + self._cpu_copy_s(cohort.num_sequences)
+        attention_s = self.cpu_decode_s(cohort.num_sequences, cohort.context_tokens)
+        overlap_s = min(self.num_layers * layer_s, cohort.num_layers * attention_s)
+        layer_s += self._factors.contention * overlap_s / self.num_layers
+        num_beside, num_longer = divmod(self.num_layers, cohort.num_layers)
+        num_shorter = cohort.num_layers - num_longer
+        wait_s = num_longer * max(0.0, attention_s - (num_beside + 1) * layer_s)
+        wait_s += num_shorter * max(0.0, attention_s - num_beside * layer_s)
+        return _Layers(cohort.num_layers * linear_s + self.num_layers * layer_s, wait_s, overlap_s)
 
     def terms(
         self,
@@ -137,25 +158,34 @@ class TableEstimator:
         second: SubBatchLoad = EMPTY_LOAD,
         swap_out_bytes: int = 0,
         swap_in_bytes: int = 0,
+        cohort: CohortLoad = NO_COHORT,
     ) -> Terms:
         """The same iteration by its parts."""
-        loads = [load for load in (first, second) if load.num_tokens]
-        layer = self._layer(first, second)
-        linear_s = [self._linear_parts_s(load.num_tokens) for load in loads]
-        prefill_s = sum(self.prefill_s(*chunk) for load in loads for chunk in load.prefill_chunks)
-        copy_s = sum(self._cpu_copy_s(load.num_cpu_decodes) for load in loads)
-        cpu_s = sum(self._cpu_attention_s(load.num_cpu_decodes, load.cpu_context_tokens) for load in loads)
-        num_layers = self._num_layers
+        layers = self._layers(first, second, cohort)
+        # (layers, tokens in each, sequences and context attended on the CPU in each)
+        passes = [
+            (self.num_layers, load.num_tokens, load.num_cpu_decodes, load.cpu_context_tokens)
+            for load in (first, second)
+        ]
+        passes.append((cohort.num_layers, cohort.num_sequences, cohort.num_sequences, cohort.context_tokens))
+        weights_s = tokens_s = copy_s = cpu_s = 0.0
+        for num_layers, num_tokens, num_cpu, cpu_context in passes:
+            parts = self._linear_parts_s(num_tokens)
+            weights_s += num_layers * parts[0]
+            tokens_s += num_layers * parts[1]
+            copy_s += num_layers * self._cpu_copy_s(num_cpu)
+            cpu_s += num_layers * self._cpu_attention_s(num_cpu, cpu_context)
+        prefill_s = sum(self.prefill_s(*chunk) for load in (first, second) for chunk in load.prefill_chunks)
         return Terms(
-            weights_s=num_layers * sum(weights_s for weights_s, _ in linear_s),
-            tokens_s=num_layers * sum(tokens_s for _, tokens_s in linear_s),
-            prefill_s=num_layers * prefill_s,
-            gpu_decode_s=num_layers * self.gpu_decode_s(first.num_gpu_decodes, first.gpu_context_tokens),
-            overhead_s=num_layers * copy_s + self._factors.overhead * self._overhead_s,
-            overlap_s=num_layers * layer.overlap_s,
-            cpu_wait_s=num_layers * layer.cpu_wait_s,
-            cpu_decode_s=num_layers * cpu_s,
-            head_s=self.head_s(first.num_outputs + second.num_outputs),
+            weights_s=weights_s,
+            tokens_s=tokens_s,
+            prefill_s=self.num_layers * prefill_s,
+            gpu_decode_s=self.num_layers * self.gpu_decode_s(first.num_gpu_decodes, first.gpu_context_tokens),
+            overhead_s=copy_s + self._factors.overhead * self._overhead_s,
+            overlap_s=layers.overlap_s,
+            cpu_wait_s=layers.cpu_wait_s,
+            cpu_decode_s=cpu_s,
+            head_s=self.head_s(first.num_outputs + second.num_outputs + cohort.num_outputs),
             swap_s=self.swap_s(swap_out_bytes + swap_in_bytes),
         )
 
@@ -165,11 +195,12 @@ class TableEstimator:
         second: SubBatchLoad = EMPTY_LOAD,
         swap_out_bytes: int = 0,
         swap_in_bytes: int = 0,
+        cohort: CohortLoad = NO_COHORT,
     ) -> Timeline:
         """The same iteration as how long each processor and each way of the link works in it."""
-        terms = self.terms(first, second, swap_out_bytes, swap_in_bytes)
+        terms = self.terms(first, second, swap_out_bytes, swap_in_bytes, cohort)
         return Timeline(
-            total_s=self.iteration_s(first, second, swap_out_bytes, swap_in_bytes),
+            total_s=self.iteration_s(first, second, swap_out_bytes, swap_in_bytes, cohort),
             gpu_s=terms.weights_s + terms.tokens_s + terms.prefill_s + terms.gpu_decode_s + terms.head_s,
             cpu_s=terms.cpu_decode_s,
             link_out_s=self.swap_s(swap_out_bytes),

@@ -2,6 +2,7 @@
 
 from planner_svc.estimator import Calibration, Estimator, SubBatchLoad
 from planner_svc.scheduler.candidates import Shape, Work
+from planner_svc.scheduler.cohort import Cohort
 from planner_svc.scheduler.decision import Bounds
 from planner_svc.scheduler.limits import Capacity, ModePolicy
 from planner_svc.scheduler.pace import Mix, Pace
@@ -48,14 +49,15 @@ class Assembly:
         self._queue = queue
         self._mix = mix
 
-    def collect(self, decodes: Decodes, start_s: float) -> tuple[Work, Bounds, list[Sequence]]:
+    def collect(self, decodes: Decodes, cohort: Cohort, start_s: float) -> tuple[Work, Bounds, list[Sequence]]:
         """What could run, how long it may take, and the prompts held back for want of the CPU's time."""
         capacity, residency = self._capacity, self._residency
-        work = Work(self._estimator, decodes.gpu, decodes.host, self._swap_bytes())
+        members = cohort.members if cohort.is_under_way else self._stepping(decodes.host)
+        work = Work(self._estimator, decodes.gpu, decodes.host, self._swap_bytes(), members, cohort.next_layer)
         longest_s = self._longest_s(work, decodes, start_s)
         knee_tokens = _knee_tokens(self._estimator, capacity.max_batch_tokens)
         # Prompts get what decodes leave, those on the CPU included, so that they never crowd them out.
-        budget = capacity.max_batch_tokens - len(decodes.gpu) - len(decodes.host)
+        budget = capacity.max_batch_tokens - len(decodes.gpu) - len(decodes.host) - len(cohort.members)
         if longest_s == float("inf"):
             budget = min(budget, max(_BATCH_TOKENS, _BATCH_KNEES * knee_tokens))
         ratio = self._mix.prefill_per_decode
@@ -80,6 +82,12 @@ class Assembly:
         seconds = self._estimator.iteration_s(SubBatchLoad(prefill_chunks=((num_tokens, 0),), num_outputs=1))
         return _RATE_SHARE * num_tokens / max(_SHORTEST_S, seconds * self._calibration.factor(Mode.GPU_ONLY))
 
+    def _stepping(self, host_decodes: list[Sequence]) -> list[Sequence]:
+        """Who would go as a cohort: all, but nobody as long as one is due, since a step takes many iterations."""
+        if self._policy == "decoupled" or (self._policy == "auto" and not any(map(bounds, host_decodes))):
+            return host_decodes
+        return []
+
     def _swap_bytes(self) -> tuple[int, int]:
         """Out to the host and in to the GPU, of the moves decided so far."""
         num_blocks = dict.fromkeys(Tier, 0)
@@ -102,7 +110,7 @@ class Assembly:
             max_tokens=self._capacity.max_batch_tokens,
             max_sequences=self._capacity.max_sequences,
             prefill_per_decode=prefill_per_decode if len(self._queue) else 0.0,
-            admits_all=self._policy == "asymmetric",
+            admits_all=self._policy != "auto",
         )
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from planner_svc.scheduler.sequence import Sequence, State
-from svc_common.plan import Mode, PrefillChunk, SubBatch, Tier
+from svc_common.plan import CohortStep, Mode, PrefillChunk, SubBatch, Tier
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,16 +27,33 @@ class Chunk:
         return self.start + self.num_tokens == self.total_tokens
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class CohortPart:
+    """Some layers of one decode step of sequences on the host."""
+
+    sequences: list[Sequence]
+    start_layer: int
+    num_layers: int
+    is_last: bool
+    """Whether the step ends with it: then they get their tokens."""
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One or two sub-batches. GPU decodes run in the first; one prompt may go on from the first to the second."""
+    """One or two sub-batches. GPU decodes run in the first; one prompt may go on from the first to the second.
+
+    Beside a cohort there is no second one, and no CPU decode in the first.
+    """
 
     chunks: tuple[list[Chunk], list[Chunk]] = field(default_factory=lambda: ([], []))
     gpu_decodes: list[Sequence] = field(default_factory=list)
     cpu_decodes: tuple[list[Sequence], list[Sequence]] = field(default_factory=lambda: ([], []))
 
+    cohort: CohortPart | None = None
+
     def decodes(self) -> list[Sequence]:
-        return [*self.gpu_decodes, *self.cpu_decodes[0], *self.cpu_decodes[1]]
+        """That get a token here."""
+        return [*self.gpu_decodes, *self.cpu_decodes[0], *self.cpu_decodes[1], *self._ended()]
 
     @property
     def num_cpu_decodes(self) -> int:
@@ -44,11 +61,15 @@ class Batch:
 
     @property
     def mode(self) -> Mode:
-        return Mode.ASYMMETRIC if self.num_cpu_decodes else Mode.GPU_ONLY
+        if self.cohort:
+            return Mode.DECOUPLED
+        if not self.num_cpu_decodes:
+            return Mode.GPU_ONLY
+        return Mode.ASYMMETRIC if len(self.sub_batches()) == 2 else Mode.SAME_LAYER
 
     @property
     def has_work(self) -> bool:
-        return bool(self.chunks[0] or self.chunks[1] or self.gpu_decodes or self.num_cpu_decodes)
+        return bool(self.chunks[0] or self.chunks[1] or self.gpu_decodes or self.num_cpu_decodes or self.cohort)
 
     def sub_batches(self) -> tuple[SubBatch, ...]:
         """As the plan carries them; empty ones are left out."""
@@ -58,6 +79,11 @@ class Batch:
         )
         return tuple(batch for batch in batches if batch != SubBatch())
 
+    def cohort_step(self) -> CohortStep | None:
+        """As the plan carries it."""
+        part = self.cohort
+        return CohortStep(_ids(part.sequences), part.start_layer, part.num_layers) if part else None
+
     def sequences_with_output(self) -> list[Sequence]:
         """That get a token, in the order of the executor's result."""
         return [
@@ -66,7 +92,11 @@ class Batch:
             *self.cpu_decodes[0],
             *(chunk.sequence for chunk in self.chunks[1] if chunk.is_last),
             *self.cpu_decodes[1],
+            *self._ended(),
         ]
+
+    def _ended(self) -> list[Sequence]:
+        return self.cohort.sequences if self.cohort and self.cohort.is_last else []
 
 
 def _prefills(chunks: list[Chunk]) -> tuple[PrefillChunk, ...]:

@@ -4,10 +4,18 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from planner_svc.estimator import EMPTY_LOAD, Estimator, SubBatchLoad
-from planner_svc.scheduler.batch import Batch, Chunk
+from planner_svc.estimator import (
+    EMPTY_LOAD,
+    NO_COHORT,
+    CohortLoad,
+    Estimator,
+    Question,
+    SubBatchLoad,
+    hidden_cohort_layers,
+)
+from planner_svc.scheduler.batch import Batch, Chunk, CohortPart
 from planner_svc.scheduler.sequence import Sequence
-from svc_common.plan import Tier
+from svc_common.plan import Mode, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +26,16 @@ class Shape:
     num_cpu_decodes: int
     is_split: bool = False
     """Two sub-batches. The CPU attends for the second while the GPU computes the first's linear operations."""
+    has_cohort: bool = False
+    """The cohort advances beside the batch, by as many layers as the batch hides."""
+
+    @property
+    def mode(self) -> Mode:
+        if self.has_cohort:
+            return Mode.DECOUPLED
+        if self.num_cpu_decodes == 0:
+            return Mode.GPU_ONLY
+        return Mode.ASYMMETRIC if self.is_split else Mode.SAME_LAYER
 
 
 class Work:
@@ -29,13 +47,18 @@ class Work:
         gpu_decodes: list[Sequence],
         cpu_decodes: list[Sequence],
         swap_bytes: tuple[int, int],
+        cohort: list[Sequence] | None = None,
+        cohort_start_layer: int = 0,
     ) -> None:
-        """`swap_bytes`: out to the host and in to the GPU."""
+        """`swap_bytes`: out to the host and in to the GPU. `cohort`: who would step, or does already."""
         self._estimator = estimator
         self.chunks: list[Chunk] = []
         self.gpu_decodes = gpu_decodes
         self.cpu_decodes = cpu_decodes
         self._swap_bytes = swap_bytes
+        self.cohort = cohort or []
+        self._cohort_start_layer = cohort_start_layer
+        self._cohort_context = sum([item.num_computed_tokens for item in self.cohort]) + len(self.cohort)
         self._chunk_ends: list[int] = []
         self._gpu_context = sum([item.num_computed_tokens for item in gpu_decodes]) + len(gpu_decodes)
         self._cpu_contexts = [0, *accumulate([item.num_computed_tokens + 1 for item in cpu_decodes])]
@@ -54,9 +77,19 @@ class Work:
         """Predicted, before the mode's own factor."""
         return self._estimator.iteration_s(*self.question(shape))
 
-    def question(self, shape: Shape) -> tuple[SubBatchLoad, SubBatchLoad, int, int]:
+    def question(self, shape: Shape) -> Question:
         """What an estimator is asked about it."""
-        return (*self.loads(shape), *self._swap_bytes)
+        first, second = self.loads(shape)
+        cohort = self._cohort_load(self._cohort_layers(first)) if shape.has_cohort else NO_COHORT
+        return (first, second, *self._swap_bytes, cohort)
+
+    def num_decodes(self, shape: Shape) -> float:
+        """Tokens decoded; of a cohort that part of each which its layers make up."""
+        num_decodes = len(self.gpu_decodes) + shape.num_cpu_decodes
+        if not shape.has_cohort:
+            return num_decodes
+        num_layers = self._cohort_layers(self.loads(shape)[0])
+        return num_decodes + len(self.cohort) * num_layers / self._estimator.num_layers
 
     def cpu_excess_s(self, shape: Shape) -> float:
         """By how much CPU attention outlasts the GPU's work beside it, in a layer's worse half. 0 and less: hidden."""
@@ -88,6 +121,11 @@ class Work:
     def batch(self, shape: Shape) -> Batch:
         """The work itself."""
         num_first_tokens, num_second = self._division(shape)
+        part: CohortPart | None = None
+        if shape.has_cohort:
+            num_layers = self._cohort_layers(self.loads(shape)[0])
+            is_last = self._cohort_start_layer + num_layers == self._estimator.num_layers
+            part = CohortPart(self.cohort, self._cohort_start_layer, num_layers, is_last)
         return Batch(
             chunks=(
                 self._cut(0, num_first_tokens),
@@ -95,7 +133,25 @@ class Work:
             ),
             gpu_decodes=self.gpu_decodes,
             cpu_decodes=(self.cpu_decodes[num_second : shape.num_cpu_decodes], self.cpu_decodes[:num_second]),
+            cohort=part,
         )
+
+    def _cohort_layers(self, batch: SubBatchLoad) -> int:
+        """So many that the batch doesn't wait, at least one, and in equal parts until the step ends."""
+        estimator = self._estimator
+        layer_s = estimator.linear_s(batch.num_tokens)
+        layer_s += estimator.gpu_decode_s(batch.num_gpu_decodes, batch.gpu_context_tokens)
+        layer_s += sum([estimator.prefill_s(*chunk) for chunk in batch.prefill_chunks])
+        attention_s = estimator.cpu_decode_s(len(self.cohort), self._cohort_context)
+        num_hidden = max(1, hidden_cohort_layers(estimator.num_layers, layer_s, attention_s))
+        num_left = estimator.num_layers - self._cohort_start_layer
+        num_parts = -(-num_left // num_hidden)
+        return -(-num_left // num_parts)
+
+    def _cohort_load(self, num_layers: int) -> CohortLoad:
+        ends = self._cohort_start_layer + num_layers == self._estimator.num_layers
+        num_sequences = len(self.cohort)
+        return CohortLoad(num_sequences, self._cohort_context, num_layers, num_sequences if ends else 0)
 
     def _division(self, shape: Shape) -> tuple[int, int]:
         """(prefill tokens of the first sub-batch, CPU decodes of the second).

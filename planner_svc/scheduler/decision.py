@@ -1,7 +1,9 @@
 """Sizes an iteration and chooses its mode: the most useful tokens per second among what every due token allows.
 
 Choices: the GPU alone; one batch with CPU decodes, attended beside the GPU's attention of the same layer; two
-sub-batches, each hiding the CPU attention of the other behind its linear operations (NEO, MLSys 2025, section 4).
+sub-batches, each hiding the CPU attention of the other behind its linear operations (NEO, MLSys 2025, section 4); one
+batch beside a cohort of offloaded sequences that takes several iterations for a token. A step that a cohort has begun
+leaves no choice: it goes on.
 """
 
 import math
@@ -13,7 +15,6 @@ from planner_svc.scheduler.candidates import Shape, Work
 from planner_svc.scheduler.limits import ModePolicy
 from planner_svc.scheduler.search import last_fitting
 from planner_svc.scheduler.urgency import bounds, is_aged
-from svc_common.plan import Mode
 
 _LEAD = 1.1
 """Of prefill over decoding while prompts wait for room: enough that room never waits for prompts."""
@@ -50,19 +51,25 @@ class Decision:
     """The estimator's word."""
 
 
-def decide(work: Work, limits: Bounds, calibration: Calibration, policy: ModePolicy, start_s: float) -> Decision:
-    """Chooses among what has room. Changes nothing."""
+def decide(
+    work: Work, limits: Bounds, calibration: Calibration, policy: ModePolicy, start_s: float, is_stepping: bool
+) -> Decision:
+    """Chooses among what has room. `is_stepping`: the cohort's step is under way. Changes nothing."""
     chooser = _Chooser(work, limits, calibration)
     num_all = len(work.cpu_decodes)
-    if policy == "asymmetric":
-        return chooser.fill(num_all, is_split=num_all > 0)
+    if is_stepping or (policy == "decoupled" and work.cohort):
+        return chooser.fill(0, has_cohort=True)
+    if policy in ("asymmetric", "same_layer"):
+        return chooser.fill(num_all, is_split=policy == "asymmetric" and num_all > 0)
     num_due = num_all if limits.runs_cpu else _num_due(work, limits, start_s)
     options: list[Decision] = []
     if num_due == 0:
-        options.append(chooser.fill(0, is_split=False))
+        options.append(chooser.fill(0))
     for is_split in (False, True) if num_all else ():
         counts = {chooser.largest(num_due, num_all, is_split), chooser.hidden(num_due, num_all, is_split), num_due}
         options += [chooser.fill(count, is_split) for count in sorted(counts) if count]
+    if work.cohort:
+        options.append(chooser.fill(0, has_cohort=True))
     return max(options, key=chooser.worth)  # Of equals the first, and so the simplest.
 
 
@@ -90,19 +97,18 @@ class _Chooser:
     def worth(self, decision: Decision) -> float:
         """Useful tokens per second; less than any other where a due token comes too late."""
         shape = decision.shape
-        predicted_s = max(_SHORTEST_S, decision.uncalibrated_s * self._factor(shape.num_cpu_decodes))
-        num_decodes = len(self._work.gpu_decodes) + shape.num_cpu_decodes
-        worth = (num_decodes + self._limits.prefill_worth * shape.num_prefill_tokens) / predicted_s
+        predicted_s = max(_SHORTEST_S, decision.uncalibrated_s * self._calibration.factor(shape.mode))
+        worth = (self._work.num_decodes(shape) + self._limits.prefill_worth * shape.num_prefill_tokens) / predicted_s
         return worth if predicted_s <= self._limits.longest_s else -predicted_s
 
-    def fill(self, num_cpu_decodes: int, is_split: bool) -> Decision:
+    def fill(self, num_cpu_decodes: int, is_split: bool = False, has_cohort: bool = False) -> Decision:
         """With as much prefill as the time allows."""
 
         def make(num_tokens: int) -> Shape:
-            return Shape(num_tokens, num_cpu_decodes, is_split)
+            return Shape(num_tokens, num_cpu_decodes, is_split, has_cohort)
 
         num_tokens = self._most(0, self._num_wanted(make), make)
-        if num_tokens == 0 and not (self._work.gpu_decodes or num_cpu_decodes) and self._num_prefill:
+        if num_tokens == 0 and not (self._work.gpu_decodes or num_cpu_decodes or has_cohort) and self._num_prefill:
             num_tokens = self._num_prefill  # Nothing is due: it was a prompt's own deadline.
         return Decision(make(num_tokens), self._work.seconds(make(num_tokens)))
 
@@ -113,6 +119,8 @@ class _Chooser:
         num_batches = 2 if shape.is_split else 1
         num_decodes = len(self._work.gpu_decodes) + shape.num_cpu_decodes
         wanted = max(0, num_batches * limits.num_free_tokens - num_decodes)
+        if shape.has_cohort and limits.lacks_room:
+            num_decodes = math.ceil(self._work.num_decodes(make(min(wanted, self._num_prefill))))
         if limits.longest_s == float("inf"):
             wanted = max(wanted, math.ceil(_LEAD * num_decodes / limits.prefill_worth))
             return min(wanted, self._num_prefill) if limits.lacks_room and num_decodes else self._num_prefill
@@ -140,10 +148,7 @@ class _Chooser:
 
         def fits(count: int) -> bool:
             shape = make(count)
-            seconds = self._work.seconds(shape) * self._factor(shape.num_cpu_decodes)
+            seconds = self._work.seconds(shape) * self._calibration.factor(shape.mode)
             return seconds <= self._limits.longest_s
 
         return last_fitting(lowest, highest, fits)
-
-    def _factor(self, num_cpu_decodes: int) -> float:
-        return self._calibration.factor(Mode.ASYMMETRIC if num_cpu_decodes else Mode.GPU_ONLY)

@@ -31,7 +31,11 @@ class Counters:
     gpu_only_iterations: int = 0
     """Applied iterations that computed without CPU attention."""
     asymmetric_iterations: int = 0
-    """Applied iterations with CPU attention."""
+    """Applied iterations of two sub-batches with CPU attention."""
+    same_layer_iterations: int = 0
+    """Applied iterations of one batch with CPU attention."""
+    decoupled_iterations: int = 0
+    """Applied iterations beside which a cohort advanced."""
     preemptions: int = 0
     """Sequences that lost their place to another: moved to the host or recomputed."""
     swaps_out: int = 0

@@ -5,7 +5,7 @@ from typing import Literal
 
 from svc_common.plan import Tier
 
-ModePolicy = Literal["auto", "gpu_only", "asymmetric"]
+ModePolicy = Literal["auto", "gpu_only", "asymmetric", "same_layer", "decoupled"]
 """As PlannerConfig.mode: chosen each iteration, or forced."""
 
 

@@ -4,6 +4,7 @@ Liveness rests on one rule: room is made for a sequence by sequences that arrive
 one thus always progresses, and no two can evict one another for ever.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from planner_svc.scheduler.events import Tally
@@ -78,7 +79,7 @@ class Placement:
         if room <= 0 or residency.num_on(Tier.HOST) == 0:
             return
         for sequence in residency.sequences:
-            if sequence.tier is not Tier.HOST:
+            if sequence.tier is not Tier.HOST or sequence.state is not State.RUNNING:
                 continue
             if head is not None and not self._host_decodes and head.sequence_id < sequence.sequence_id:
                 return
@@ -91,11 +92,13 @@ class Placement:
     def _fits_empty_gpu(self, sequence: Sequence) -> bool:
         return self._capacity.blocks_for(sequence.num_tokens) <= self._capacity.gpu_blocks
 
-    def reserve_decodes(self, budget: int) -> Decodes:
-        """Finds room for one more token of each decoding sequence, at most `budget`, oldest first.
+    def reserve_decodes(self, max_tokens: int, cohort: Collection[Sequence] = ()) -> Decodes:
+        """Finds room for one more token of each decoding sequence, at most `max_tokens` with the cohort, oldest first.
 
-        Blocks on the GPU are given now; on the host promised, since the balance may yet pass a sequence over.
+        Blocks on the GPU are given now; on the host promised, since the balance may yet pass a sequence over. While a
+        cohort is in its step, nobody else decodes on the host.
         """
+        budget, host_decodes = max_tokens - len(cohort), self._host_decodes and not cohort
         decodes, residency = Decodes(), self._residency
         block_tokens, running, gpu = self._capacity.block_tokens, State.RUNNING, Tier.GPU
         for sequence in list(residency.sequences):
@@ -105,7 +108,7 @@ class Placement:
             # Earlier, older ones may have evicted it.
             if sequence.state is not running or num_computed < sequence.num_prefill_tokens:
                 continue
-            if not (self._host_decodes or sequence.tier is gpu):
+            if not (host_decodes or sequence.tier is gpu):
                 continue
             lacks_block = num_computed >= len(sequence.blocks) * block_tokens
             if lacks_block and not self._find_room(sequence):
@@ -115,7 +118,7 @@ class Placement:
                 decodes.gpu.append(sequence)
                 if lacks_block:
                     residency.grow(sequence)
-            else:
+            elif host_decodes:
                 decodes.host.append(sequence)
                 if lacks_block:
                     residency.promise_host_block()
@@ -146,7 +149,7 @@ class Placement:
         for victim in reversed(self._residency.sequences if short > 0 else ()):
             if short <= 0 or victim.sequence_id <= beneficiary.sequence_id:
                 break
-            if victim.tier is tier:
+            if victim.tier is tier and victim.state is State.RUNNING:
                 victims.append(victim)
                 short -= len(victim.blocks)
         if short > 0:

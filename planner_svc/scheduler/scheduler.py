@@ -4,18 +4,20 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
-from planner_svc.estimator import Calibration, Estimator, SubBatchLoad
+from planner_svc.estimator import Calibration, Estimator, Question
 from planner_svc.scheduler.admission import AdmissionError, AdmissionReason, check
 from planner_svc.scheduler.assembly import Assembly
 from planner_svc.scheduler.batch import Batch
+from planner_svc.scheduler.cohort import Cohort
 from planner_svc.scheduler.decision import decide
 from planner_svc.scheduler.events import Applied, Counters, Tally, TokenEvent
 from planner_svc.scheduler.limits import Capacity, ModePolicy
 from planner_svc.scheduler.pace import Mix
 from planner_svc.scheduler.placement import Placement
+from planner_svc.scheduler.reservation import Reservation
 from planner_svc.scheduler.residency import Residency
 from planner_svc.scheduler.sequence import Sequence, SequenceRequest, State
-from planner_svc.scheduler.urgency import arrive, is_aged, schedule_token, take_first_token
+from planner_svc.scheduler.urgency import arrive, is_aged, take_first_token
 from planner_svc.scheduler.waiting import WaitingQueue
 from svc_common.plan import IterationPlan, IterationResult, Mode, Tier
 
@@ -31,7 +33,7 @@ class _InFlight:
     mode: Mode
     computes: bool
     """False: it only releases or moves."""
-    question: tuple[SubBatchLoad, SubBatchLoad, int, int]
+    question: Question
     """What the estimator was asked."""
     expected: tuple[int, ...]
     """Sequences that get a token, in the result's order."""
@@ -67,6 +69,8 @@ class Scheduler:
         self._queue = WaitingQueue()
         self._residency = Residency(capacity)
         self._placement = Placement(capacity, self._policy, self._residency, self._queue, self._tally)
+        self._reservation = Reservation(self._residency, self._placement, self._queue, self._tally)
+        self._cohort = Cohort(self._residency)
         self._nothing_to_plan = False
         """The last attempt found nothing, and nothing has changed since."""
         self._running_since_s = 0.0
@@ -100,7 +104,10 @@ class Scheduler:
         return sequence.sequence_id
 
     def finish(self, sequence_id: int) -> None:
-        """Ends a sequence: frees its blocks at once, drops its tokens in flight. Does nothing for one that ended."""
+        """Ends a sequence: frees its blocks at once, or when its cohort's step ends; drops its tokens in flight.
+
+        Does nothing for one that ended.
+        """
         sequence = self._live.pop(sequence_id, None)
         if sequence is None:
             return
@@ -119,7 +126,7 @@ class Scheduler:
         """False: `plan` would return None. True: it is worth asking; an answer of None then lasts until a change."""
         if len(self._in_flight) == MAX_UNAPPLIED or self._nothing_to_plan:
             return False
-        return bool(self._live or self._residency.changes)
+        return bool(self._live or self._residency.changes or self._cohort.is_under_way)
 
     def plan(self, now: float) -> IterationPlan | None:
         """The next iteration, its blocks and tokens reserved; None where there is nothing to do or tell.
@@ -129,20 +136,21 @@ class Scheduler:
         if not self.has_work():
             return None
         self._gone.clear()
-        placement, residency = self._placement, self._residency
+        placement, residency, cohort = self._placement, self._residency, self._cohort
         self._queue.set_aside_late(now)
         placement.retire_spent()
         placement.swap_in()
         start_s = self._start_s(now)
-        decodes = placement.reserve_decodes(self._capacity.max_batch_tokens)
+        decodes = placement.reserve_decodes(self._capacity.max_batch_tokens, cohort.members)
         decodes.host.sort(key=lambda item: (not is_aged(item), item.is_late, item.due_s, item.sequence_id))
-        work, limits, held_back = self._assembly.collect(decodes, start_s)
-        decision = decide(work, limits, self._calibration, self._policy, start_s)
+        work, limits, held_back = self._assembly.collect(decodes, cohort, start_s)
+        decision = decide(work, limits, self._calibration, self._policy, start_s, cohort.is_under_way)
         batch = work.batch(decision.shape)
-        for sequence in (*work.cpu_decodes[decision.shape.num_cpu_decodes :], *held_back):
+        passed_over = [] if batch.cohort else work.cpu_decodes[decision.shape.num_cpu_decodes :]
+        for sequence in (*passed_over, *held_back):
             sequence.num_passed_over += 1
         predicted_s = decision.uncalibrated_s * self._calibration.factor(batch.mode)
-        expected = self._reserve(batch, start_s + predicted_s)
+        expected = self._reservation.take(batch, start_s + predicted_s)
         self._nothing_to_plan = not (batch.has_work or residency.changes)
         if self._nothing_to_plan:
             return None
@@ -152,7 +160,10 @@ class Scheduler:
         self._in_flight.append(
             _InFlight(self._iteration, batch.mode, batch.has_work, work.question(decision.shape), expected, predicted_s)
         )
-        return self._make_plan(batch, predicted_s)
+        plan = self._make_plan(batch, predicted_s)
+        if batch.cohort:
+            cohort.take(batch.cohort)
+        return plan
 
     def _start_s(self, now: float) -> float:
         """When the next plan will begin to run: after those in flight."""
@@ -173,43 +184,10 @@ class Scheduler:
             swaps=swaps,
             new_blocks=changes.ordered_new_blocks(),
             sub_batches=batch.sub_batches(),
+            cohort=batch.cohort_step(),
             host_blocks_used=self._residency.used(Tier.HOST),
             predicted_s=predicted_s,
         )
-
-    def _reserve(self, batch: Batch, end_s: float) -> tuple[int, ...]:
-        """Counts the batch's work as done and gives it its blocks. Returns the sequences that get a token."""
-        residency = self._residency
-        residency.redeem_promises()
-        prefilled = recomputed = 0
-        for sequence in (*batch.cpu_decodes[0], *batch.cpu_decodes[1]):
-            if residency.lacks_block(sequence):
-                residency.grow(sequence)
-        for chunk in (*batch.chunks[0], *batch.chunks[1]):
-            sequence = chunk.sequence
-            if chunk.is_admission:
-                self._queue.remove(sequence)
-                residency.admit(sequence, chunk.tier)
-            end = chunk.start + chunk.num_tokens
-            num_again = max(0, min(end, sequence.num_once_computed_tokens) - chunk.start)
-            recomputed += num_again
-            prefilled += chunk.num_tokens - num_again
-            sequence.advance_to(end)
-        for sequence in batch.decodes():
-            sequence.num_computed_tokens = num_computed = sequence.num_computed_tokens + 1
-            if num_computed > sequence.num_once_computed_tokens:
-                sequence.num_once_computed_tokens = num_computed
-            sequence.num_passed_over = 0
-        with_output = batch.sequences_with_output()
-        for sequence in with_output:
-            sequence.num_in_flight += 1
-            if sequence.request.targets is not None:
-                schedule_token(sequence, end_s)
-            if sequence.num_unscheduled == 0:
-                self._placement.note_spent(sequence)
-        if prefilled or recomputed:
-            self._tally.add(prefilled_tokens=prefilled, recomputed_tokens=recomputed)
-        return tuple(sequence.sequence_id for sequence in with_output)
 
     def apply(self, result: IterationResult, now: float) -> Applied:
         """Takes the result of the oldest plan not yet applied; one of an earlier epoch changes nothing.
@@ -236,11 +214,9 @@ class Scheduler:
             for sequence_id, token_id in result.tokens
             if (sequence := self._live.get(sequence_id)) is not None
         ]
-        self._tally.add(
-            gpu_only_iterations=planned.computes and planned.mode is Mode.GPU_ONLY,
-            asymmetric_iterations=planned.computes and planned.mode is Mode.ASYMMETRIC,
-            generated_tokens=len(events),
-        )
+        if planned.computes:
+            self._tally.add(**{f"{planned.mode.value}_iterations": 1})
+        self._tally.add(generated_tokens=len(events))
         return Applied(tuple(events))
 
     def _take_token(self, sequence: Sequence, token_id: int, result: IterationResult, now: float) -> TokenEvent:
@@ -275,7 +251,7 @@ class Scheduler:
         lost = []
         for sequence_id in sorted(sequences):
             sequence = sequences[sequence_id]
-            ran = sequence.state in (State.RUNNING, State.DRAINING)
+            ran = sequence.state in (State.RUNNING, State.STEPPING, State.DRAINING)
             if (lose_host and ran and sequence.tier is Tier.HOST) or not self._can_be_served(sequence):
                 sequence.state = State.FINISHED
                 self._gone[sequence_id] = sequence

@@ -35,6 +35,8 @@ class State(Enum):
     """Holds no blocks. Before its first prompt token, or preempted and to be recomputed."""
     RUNNING = "running"
     """Holds blocks in exactly one tier."""
+    STEPPING = "stepping"
+    """Holds blocks on the host and is in a cohort's step: neither moved nor released before it ends."""
     DRAINING = "draining"
     """Every token is scheduled and the blocks are freed; the last results are still to come."""
     FINISHED = "finished"

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from planner_svc.estimator import EMPTY_LOAD, Estimator, SubBatchLoad, Terms, Timeline
-from svc_common.plan import IterationPlan, IterationResult, PrefillChunk, SubBatch, Tier, Timings
+from planner_svc.estimator import EMPTY_LOAD, NO_COHORT, CohortLoad, Estimator, SubBatchLoad, Terms, Timeline
+from svc_common.plan import CohortStep, IterationPlan, IterationResult, PrefillChunk, SubBatch, Tier, Timings
 
 _TOKEN = 0
 
@@ -22,7 +22,12 @@ class Truth(Estimator, Protocol):
     """An estimator that also says how long each lane works."""
 
     def timeline(
-        self, first: SubBatchLoad, second: SubBatchLoad, swap_out_bytes: int, swap_in_bytes: int
+        self,
+        first: SubBatchLoad,
+        second: SubBatchLoad,
+        swap_out_bytes: int,
+        swap_in_bytes: int,
+        cohort: CohortLoad,
     ) -> Timeline: ...
 
 
@@ -52,11 +57,12 @@ class SimulatedExecutor:
                 in_tokens += held.computed_tokens
         tokens: list[tuple[int, int]] = []
         loads = [self._advance(batch, tokens) for batch in plan.sub_batches]
+        cohort = self._step(plan.cohort, tokens) if plan.cohort else NO_COHORT
         timeline, timings = Timeline(), Timings()
-        if loads or plan.swaps:
+        if loads or plan.swaps or plan.cohort:
             first, second = (*loads, EMPTY_LOAD, EMPTY_LOAD)[:2]
             size = self._kv_bytes_per_token
-            question = (first, second, out_tokens * size, in_tokens * size)
+            question = (first, second, out_tokens * size, in_tokens * size, cohort)
             timeline = self._estimator.timeline(*question)
             timings = _timings(timeline.total_s, self._estimator.terms(*question))
         self.worked += timeline
@@ -79,6 +85,16 @@ class SimulatedExecutor:
             host_past_tokens=sum(chunk.start for chunk in on_host),
             num_outputs=num_finished + len(batch.gpu_decodes) + len(batch.cpu_decodes),
         )
+
+    def _step(self, step: CohortStep, tokens: list[tuple[int, int]]) -> CohortLoad:
+        """The step's tokens come with its last layer."""
+        num_sequences = len(step.sequence_ids)
+        ends = step.start_layer + step.num_layers == self._estimator.num_layers
+        if ends:
+            context = self._decode(step.sequence_ids, tokens)
+        else:
+            context = num_sequences + sum(self._held[sequence_id].computed_tokens for sequence_id in step.sequence_ids)
+        return CohortLoad(num_sequences, context, step.num_layers, num_sequences if ends else 0)
 
     def _prefill(self, chunk: PrefillChunk, tokens: list[tuple[int, int]]) -> bool:
         held = self._held[chunk.sequence_id]

@@ -212,7 +212,7 @@ class TestUp:
         ended = run("up", "--mode", "fast", "--host-kv-bytes", "lots")
         assert ended.code == 1
         assert ended.err == (
-            "error: --mode: must be 'auto', 'gpu_only' or 'asymmetric', is 'fast';"
+            "error: --mode: must be 'auto', 'gpu_only', 'asymmetric', 'same_layer' or 'decoupled', is 'fast';"
             " --host-kv-bytes: not a size such as 64MiB, is 'lots'\n"
         )
         assert run("up", "./nowhere").err == "error: ./nowhere: no such file or directory\n"

@@ -350,7 +350,7 @@ def test_counters():
     loop.add(6, 4)
     loop.run_until_idle()
     assert loop.scheduler.counters == Counters(
-        gpu_only_iterations=1, asymmetric_iterations=3, prefilled_tokens=12, generated_tokens=7
+        gpu_only_iterations=1, asymmetric_iterations=2, same_layer_iterations=1, prefilled_tokens=12, generated_tokens=7
     )
 
 

@@ -24,9 +24,9 @@ CAPACITIES = st.builds(
 ESTIMATORS = st.sampled_from(
     [
         make_estimator(),
-        make_estimator(cpu_token_s=1e-2),  # the CPU can hide nothing
-        make_estimator(cpu_token_s=1e-4),  # it can hide a few tokens
-        make_estimator(linear_floor_s=1e-6, linear_token_s=1e-6, cpu_token_s=1e-6),
+        make_estimator(cpu_token_s=1e-2, num_layers=7),  # the CPU can hide nothing
+        make_estimator(cpu_token_s=1e-4, num_layers=4),  # it can hide a few tokens
+        make_estimator(linear_floor_s=1e-6, linear_token_s=1e-6, cpu_token_s=1e-6, num_layers=3),
         make_estimator(cpu_token_s=0.0, linear_floor_s=0.0, linear_token_s=0.0),  # nothing costs anything
     ]
 )
@@ -44,14 +44,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         capacity=CAPACITIES,
         estimator=ESTIMATORS,
-        policy=st.sampled_from(["auto", "asymmetric", "gpu_only"]),
+        policy=st.sampled_from(["auto", "asymmetric", "gpu_only", "same_layer", "decoupled"]),
         max_waiting=st.sampled_from([20, 5]),
         requests=st.lists(REQUESTS, min_size=5, max_size=9),
     )
     def start(self, capacity, estimator, policy, max_waiting, requests):
         self.capacity, self.policy, self.epoch = capacity, policy, 1
         self.scheduler = Scheduler(capacity, estimator, policy, max_waiting)
-        self.executor = FakeExecutor(capacity, policy=policy)
+        self.executor = FakeExecutor(capacity, policy=policy, num_layers=estimator.num_layers)
         self.unapplied: deque[IterationPlan] = deque()
         self.stale: list[IterationResult] = []
         self.expected: dict[int, list[int]] = {}
@@ -137,7 +137,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.unapplied:
             self.stale = [self.executor.run(plan) for plan in self.unapplied]
         self.unapplied.clear()
-        self.executor = FakeExecutor(self.capacity, self.epoch, self.policy)
+        self.executor = FakeExecutor(self.capacity, self.epoch, self.policy, estimator.num_layers)
 
     def _planned_tiers(self) -> dict[int, Tier]:
         """By sequence with KV in the executor once all its plans are done, or with tokens yet to come."""

@@ -9,7 +9,7 @@ from planner_svc.scheduler.urgency import MAX_PASSED_OVER
 from svc_common.plan import Tier
 
 SLOW_CPU = make_estimator(cpu_token_s=1e-2)
-POLICIES = ("auto", "gpu_only", "asymmetric")
+POLICIES = ("auto", "gpu_only", "asymmetric", "same_layer", "decoupled")
 
 
 def test_a_queue_head_larger_than_the_gpu_stops_nothing():
@@ -135,7 +135,9 @@ def test_none_is_passed_over_for_long_however_slow_the_cpu():
             worst_gap = max(worst_gap, iteration - last_seen.get(event.sequence_id, iteration))
             last_seen[event.sequence_id] = iteration
     assert loop.executor.cpu_decodes > 0
-    assert worst_gap == MAX_PASSED_OVER + 1
+    # The rest of a step that began without it, its turns of waiting, and a whole step.
+    num_layers = loop.estimator.num_layers
+    assert worst_gap == num_layers - 1 + MAX_PASSED_OVER + num_layers
     loop.run_until_idle()
 
 
@@ -145,8 +147,10 @@ def test_a_slow_cpu_is_asked_once_in_a_while_only():
         loop.add(20, max_new_tokens=40)
     plans = [loop.step() for _ in range(5 * (MAX_PASSED_OVER + 1))]
     cpu_decodes = Counter(key for plan in plans for batch in plan.sub_batches for key in batch.cpu_decodes)
+    steps = [plan.cohort for plan in plans if plan.cohort and plan.cohort.start_layer == 0]
+    cpu_decodes += Counter(key for step in steps for key in step.sequence_ids)
     assert cpu_decodes
-    assert max(cpu_decodes.values()) <= 5
+    assert max(cpu_decodes.values()) < len(plans) / 5
 
 
 def test_prompts_leave_the_token_budget_to_cpu_decodes():
@@ -176,12 +180,12 @@ def test_a_request_larger_than_the_whole_gpu_is_served():
     plan = loop.step()
     assert plan.new_sequences[0].tier is Tier.HOST
     loop.run_until_idle()
-    assert loop.scheduler.counters.asymmetric_iterations == 4
+    assert loop.scheduler.counters.same_layer_iterations == 4
 
 
 @pytest.mark.parametrize(("gpu_blocks", "host_blocks"), [(1, 6), (6, 1), (0, 6), (6, 0), (3, 3)])
 def test_the_smallest_pools_serve_one_after_another(gpu_blocks, host_blocks):
-    for policy in POLICIES if gpu_blocks >= 3 else ("auto", "asymmetric"):
+    for policy in POLICIES if gpu_blocks >= 3 else ("auto", "asymmetric", "same_layer", "decoupled"):
         loop = Loop(make_capacity(gpu_blocks, host_blocks, max_batch_tokens=3), policy)
         for _ in range(5):
             loop.add(6, max_new_tokens=7)

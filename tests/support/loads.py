@@ -18,10 +18,15 @@ def make_loop(rng: random.Random, executor_type: type[FakeExecutor]) -> Loop:
         max_sequence_tokens=rng.randint(20, 100),
     )
     estimator = make_estimator(
-        linear_floor_s=rng.choice([1e-6, 1e-3, 1e-2]), cpu_token_s=rng.choice([1e-3, 1e-4, 1e-5, 1e-6])
+        linear_floor_s=rng.choice([1e-6, 1e-3, 1e-2]),
+        cpu_token_s=rng.choice([1e-3, 1e-4, 1e-5, 1e-6]),
+        num_layers=rng.choice([1, 3, 8]),
     )
     return Loop(
-        capacity, rng.choice(["auto", "auto", "asymmetric", "gpu_only"]), estimator, executor_type=executor_type
+        capacity,
+        rng.choice(["auto", "auto", "asymmetric", "gpu_only", "same_layer", "decoupled"]),
+        estimator,
+        executor_type=executor_type,
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from planner_svc.estimator import DecodePoint, Estimator, LinearPoint, OperationTables, PrefillPoint, TableEstimator
 from planner_svc.scheduler import Capacity, ModePolicy, Scheduler, SequenceRequest, TokenEvent
 from svc_common.plan import (
+    CohortStep,
     IterationPlan,
     IterationResult,
     Mode,
@@ -34,6 +35,14 @@ def make_capacity(
 
 
 NUM_TOKEN_IDS = 23
+_CPU_MODES = {Mode.GPU_ONLY, Mode.ASYMMETRIC, Mode.SAME_LAYER}
+POSSIBLE_MODES: dict[str, set[Mode]] = {
+    "auto": set(Mode),
+    "gpu_only": {Mode.GPU_ONLY},
+    "asymmetric": _CPU_MODES,
+    "same_layer": {Mode.GPU_ONLY, Mode.SAME_LAYER},
+    "decoupled": {Mode.GPU_ONLY, Mode.DECOUPLED},
+}
 
 
 def token_after(prompt: tuple[int, ...], index: int) -> int:
@@ -102,12 +111,15 @@ class FakeExecutor:
     capacity: Capacity
     epoch: int = 1
     policy: str = "auto"
+    num_layers: int = 2
     num_iterations: int = 0
     sequences: dict[int, Known] = field(default_factory=dict)
     kv: dict[tuple[Tier, int, int], Cell] = field(default_factory=dict)
     modes: list[Mode] = field(default_factory=list)
     cpu_decodes: int = 0
     swaps: int = 0
+    step: CohortStep | None = None
+    """The latest part of a cohort's step under way."""
 
     def run(self, plan: IterationPlan, total_ns: int = 1_000_000) -> IterationResult:
         """Checks and performs a plan, in the order the contract gives."""
@@ -128,6 +140,9 @@ class FakeExecutor:
 
     def _apply_differences(self, plan: IterationPlan) -> None:
         assert len(set(plan.released)) == len(plan.released)
+        held = set(self.step.sequence_ids) if self.step else set()
+        assert held.isdisjoint(plan.released), "released in a step"
+        assert held.isdisjoint(swap.sequence_id for swap in plan.swaps), "moved in a step"
         for sequence_id in plan.released:
             del self.sequences[sequence_id]
         self._check_vacated_host_blocks(plan)
@@ -198,9 +213,16 @@ class FakeExecutor:
         assert not any(batch.gpu_decodes for batch in batches[1:])
         assert sum(batch.num_tokens for batch in batches) <= self.capacity.max_batch_tokens
         cpu_decodes = [sequence_id for batch in batches for sequence_id in batch.cpu_decodes]
-        assert (plan.mode is Mode.ASYMMETRIC) == bool(cpu_decodes)
-        assert not (cpu_decodes and self.policy == "gpu_only")
-        if batches:
+        if plan.cohort:
+            assert plan.mode is Mode.DECOUPLED
+            assert len(batches) <= 1
+            assert not cpu_decodes
+        else:
+            assert self.step is None, "a step abandoned"
+            expected = (Mode.SAME_LAYER, Mode.SAME_LAYER, Mode.ASYMMETRIC)[len(batches)]
+            assert plan.mode is (expected if cpu_decodes else Mode.GPU_ONLY)
+        assert plan.mode in POSSIBLE_MODES[self.policy]
+        if batches or plan.cohort:
             self.modes.append(plan.mode)
         self.cpu_decodes += len(cpu_decodes)
         computed: list[int] = []
@@ -213,6 +235,9 @@ class FakeExecutor:
                 for sequence_id in decodes:
                     computed.append(sequence_id)
                     tokens.append(self._decode(sequence_id, tier))
+        if plan.cohort:
+            computed += plan.cohort.sequence_ids
+            tokens += self._step(plan.cohort, plan)
         split = {chunk.sequence_id for batch in batches[1:] for chunk in batch.prefills}
         split &= {chunk.sequence_id for batch in batches[:1] for chunk in batch.prefills}
         assert len(set(computed)) == len(computed) - len(split), "a sequence twice in an iteration"
@@ -242,6 +267,35 @@ class FakeExecutor:
         known.computed += 1
         self._attend(sequence_id, known)
         return self._sample(sequence_id, known)
+
+    def _step(self, part: CohortStep, plan: IterationPlan) -> list[tuple[int, int]]:
+        """The token's KV is written from the first part on, and its sequences keep it untouched until the last."""
+        assert part.sequence_ids
+        assert part.num_layers > 0
+        num_tokens = len(part.sequence_ids) + sum(batch.num_tokens for batch in plan.sub_batches)
+        assert num_tokens <= self.capacity.max_batch_tokens
+        if part.start_layer == 0:
+            assert self.step is None
+            for sequence_id in part.sequence_ids:
+                known = self.sequences[sequence_id]
+                assert known.tier is Tier.HOST
+                assert known.num_prefill <= known.computed == len(known.tokens) - 1
+                self._store(sequence_id, known, known.computed)
+        else:
+            assert self.step is not None
+            assert part.sequence_ids == self.step.sequence_ids
+            assert part.start_layer == self.step.start_layer + self.step.num_layers
+            assert not {more.sequence_id for more in plan.new_blocks} & set(part.sequence_ids)
+        end = part.start_layer + part.num_layers
+        assert end <= self.num_layers
+        self.step = part if end < self.num_layers else None
+        if self.step:
+            return []
+        self.cpu_decodes += len(part.sequence_ids)
+        for sequence_id in part.sequence_ids:
+            self.sequences[sequence_id].computed += 1
+            self._attend(sequence_id, self.sequences[sequence_id])
+        return [self._sample(sequence_id, self.sequences[sequence_id]) for sequence_id in part.sequence_ids]
 
     def _store(self, sequence_id: int, known: Known, position: int) -> None:
         block, offset = divmod(position, self.capacity.block_tokens)
@@ -277,7 +331,7 @@ class Loop:
         self.capacity, self.policy = capacity, policy
         self.estimator = estimator or make_estimator()
         self.scheduler = Scheduler(capacity, self.estimator, policy, max_waiting)
-        self.executor = executor_type(capacity, policy=policy)
+        self.executor = executor_type(capacity, policy=policy, num_layers=self.estimator.num_layers)
         self.num_requests = 0
         self.plans: list[IterationPlan] = []
         self.unapplied: deque[IterationPlan] = deque()
@@ -324,7 +378,7 @@ class Loop:
         for sequence_id in self.scheduler.reset(self.capacity, self.estimator, epoch, lose_host):
             del self.requests[sequence_id], self.streams[sequence_id]
         self.unapplied.clear()
-        self.executor = type(self.executor)(self.capacity, epoch, self.policy)
+        self.executor = type(self.executor)(self.capacity, epoch, self.policy, self.estimator.num_layers)
 
     def step(self) -> IterationPlan:
         """One plan, run and applied before the next."""

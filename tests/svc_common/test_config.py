@@ -17,7 +17,10 @@ GIB = 2**30
         ({"bogus": {}}, "test: bogus: unknown key"),
         ({"planner": {"bogus": 1}}, "planner.bogus: unknown key"),
         ({"planner": 3}, "planner: must be a table of keys, is 3"),
-        ({"planner": {"mode": "fast"}}, "planner.mode: must be 'auto', 'gpu_only' or 'asymmetric', is 'fast'"),
+        (
+            {"planner": {"mode": "fast"}},
+            "planner.mode: must be 'auto', 'gpu_only', 'asymmetric', 'same_layer' or 'decoupled', is 'fast'",
+        ),
         ({"planner": {"max_batch_tokens": 15}}, "max_batch_tokens: must be greater than or equal to 16, is 15"),
         ({"planner": {"max_batch_tokens": "x"}}, "planner.max_batch_tokens: must be a valid integer, "),
         ({"kv": {"block_tokens": 0}}, "kv.block_tokens: "),
@@ -35,6 +38,8 @@ GIB = 2**30
         ({"cpu_attn": {"listen": "127.0.0.1:65536"}}, "listen: the port must be from 0 to 65535, is 65536"),
         ({"gpu": {"kv_bytes": 0}, "cpu_attn": {"kv_bytes": 0}}, "test: gpu.kv_bytes and cpu_attn.kv_bytes are both 0"),
         ({"planner": {"mode": "asymmetric"}, "cpu_attn": {"kv_bytes": 0}}, '"asymmetric" needs cpu_attn.kv_bytes'),
+        ({"planner": {"mode": "same_layer"}, "cpu_attn": {"kv_bytes": 0}}, '"same_layer" needs cpu_attn.kv_bytes'),
+        ({"planner": {"mode": "decoupled"}, "cpu_attn": {"kv_bytes": 0}}, '"decoupled" needs cpu_attn.kv_bytes'),
         ({"planner": {"mode": "gpu_only"}, "gpu": {"kv_bytes": 0}}, '"gpu_only" needs gpu.kv_bytes'),
     ],
 )
