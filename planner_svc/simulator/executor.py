@@ -64,7 +64,7 @@ class SimulatedExecutor:
             size = self._kv_bytes_per_token
             question = (first, second, out_tokens * size, in_tokens * size, cohort)
             timeline = self._estimator.timeline(*question)
-            timings = _timings(timeline.total_s, self._estimator.terms(*question))
+            timings = timings_of(timeline.total_s, self._estimator.terms(*question))
         self.worked += timeline
         return timeline.total_s, IterationResult(plan.epoch, plan.iteration, tuple(tokens), timings=timings)
 
@@ -115,14 +115,12 @@ class SimulatedExecutor:
         return context
 
 
-def _timings(total_s: float, terms: Terms) -> Timings:
+def timings_of(total_s: float, terms: Terms) -> Timings:
     """As a real executor sees its iteration: a swap counts as far as nothing hides it."""
-    gpu_s = terms.weights_s + terms.tokens_s + terms.prefill_s + terms.gpu_decode_s + terms.overhead_s
-    swap_s = max(0.0, total_s - gpu_s - terms.cpu_wait_s - terms.head_s)
     return Timings(
         total_ns=round(total_s * 1e9),
         cpu_wait_ns=round(terms.cpu_wait_s * 1e9),
         cpu_attention_ns=round(terms.cpu_decode_s * 1e9),
-        swap_ns=round(swap_s * 1e9),
+        swap_ns=round(max(0.0, terms.swap_s - terms.swap_hidden_s) * 1e9),
         head_ns=round(terms.head_s * 1e9),
     )
