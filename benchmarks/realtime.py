@@ -2,38 +2,45 @@
 
 Requests arrive as a Poisson process at shares of the rate that the simulator says a burst is served at. Nobody tells
 the simulator what the real stack took: it has the operations' tables from the start of the stack, the serving scheduler
-and the order of events.
+and the order of events. A second pass replaces the real executor by one that sleeps for what the tables say: what then
+differs is what the simulator leaves out, not what the tables got wrong.
 
     python benchmarks/realtime.py [--shares 0.5,0.9] [--requests 40] [--rounds 2] [--mode auto] [--publish]
 """
 
 import argparse
 import asyncio
+import copy
 import json
 import random
 import re
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import torch
 from google.protobuf import json_format
+from paced import PacedExecutor
+from paced import running as paced
 from real_stack import running
 from results import Row, arguments, publish
 
-from neoflex import AsyncClient, Client
+from gpu_svc.kv_cache import KvShape
+from gpu_svc.wire import tables_from_json
+from neoflex import AsyncClient
 from neoflex.supervisor import LocalStack
 from neoflex.v1 import executor_pb2
-from planner_svc.estimator import OperationTables, TableEstimator
-from planner_svc.scheduler import Capacity, Scheduler, Targets
+from planner_svc.estimator import TableEstimator
+from planner_svc.scheduler import Capacity, ModePolicy, Scheduler, Targets
 from planner_svc.simulator.executor import SimulatedExecutor
 from planner_svc.simulator.metrics import Metrics
 from planner_svc.simulator.metrics import measure as measure_simulated
 from planner_svc.simulator.simulation import Simulation
 from planner_svc.simulator.workload import Arrival, at_rate
 from planner_svc.wire import tables_from_message
-from svc_common.config import PlannerConfig
 from svc_common.model.read_spec import read_spec
 from svc_common.model.store import resolve
 
@@ -48,11 +55,11 @@ _WARM_UP = 4
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one run; seconds, and requests per second from the first arrival to the last token."""
+    """Of one run, as in Metrics."""
 
-    ttft_s: float
-    tpot_s: float
-    per_s: float
+    ttft_p50: float
+    tpot_p50: float
+    thr_makespan: float
 
 
 def workload(num_requests: int, seed: int) -> list[Arrival]:
@@ -68,13 +75,14 @@ def workload(num_requests: int, seed: int) -> list[Arrival]:
 # --- the simulator
 
 
-def tables_of(stack: LocalStack) -> OperationTables:
-    """Those that its executor uses: their file is named in its log."""
+def tables_of(stack: LocalStack) -> dict[str, Any]:
+    """Those that its executor uses, as JSON: their file is named in its log."""
     found = re.findall(r"operations (?:are kept in|were measured .* ago, see) (\S+)", _log(stack))
     if not found:
         raise SystemExit("gpu_svc names no file of measured operations")
-    document = json.loads(Path(found[-1]).read_text())
-    return tables_from_message(json_format.ParseDict(document["tables"], executor_pb2.OperationTables()))
+    tables = json.loads(Path(found[-1]).read_text())["tables"]
+    assert isinstance(tables, dict)
+    return tables
 
 
 def _log(stack: LocalStack) -> str:
@@ -84,27 +92,40 @@ def _log(stack: LocalStack) -> str:
 class Simulator:
     """The stack as the simulator sees it."""
 
-    def __init__(self, stack: LocalStack, tables: OperationTables, mode: str, num_layers: int) -> None:
-        info, planner = stack.server_info(), PlannerConfig()
-        assert stack.config.planner.max_sequence_tokens is not None
-        self._mode = mode
-        self._tables, self._num_layers = tables, num_layers
-        self._capacity = Capacity(
+    def __init__(self, stack: LocalStack, tables: dict[str, Any], mode: ModePolicy, num_layers: int) -> None:
+        info, planner = stack.server_info(), stack.config.planner
+        assert planner.max_sequence_tokens is not None
+        self.mode = mode
+        self.tables = tables_from_message(json_format.ParseDict(tables, executor_pb2.OperationTables()))
+        self._num_layers = num_layers
+        self.capacity = Capacity(
             gpu_blocks=info.gpu_blocks,
             host_blocks=info.host_blocks,
             block_tokens=info.block_tokens,
             max_sequences=planner.max_running_sequences,
             max_batch_tokens=planner.max_batch_tokens,
-            max_sequence_tokens=stack.config.planner.max_sequence_tokens,
+            max_sequence_tokens=planner.max_sequence_tokens,
             block_bytes=info.block_bytes,
         )
 
+    def alone(self) -> "Simulator":
+        """The same with all KV on the GPU."""
+        other = copy.copy(self)
+        capacity = self.capacity
+        other.capacity = replace(capacity, gpu_blocks=capacity.gpu_blocks + capacity.host_blocks, host_blocks=0)
+        other.mode = "gpu_only"
+        return other
+
+    def estimator(self) -> TableEstimator:
+        return TableEstimator(self.tables, self._num_layers)
+
+    def executor(self) -> SimulatedExecutor:
+        return SimulatedExecutor(self.estimator(), self.capacity.block_bytes // self.capacity.block_tokens)
+
     def run(self, arrivals: Sequence[Arrival], rate: float) -> Metrics:
         """`rate` 0: all at once."""
-        truth = TableEstimator(self._tables, self._num_layers)
-        executor = SimulatedExecutor(truth, self._capacity.block_bytes // self._capacity.block_tokens)
-        believed = TableEstimator(self._tables, self._num_layers)
-        scheduler = Scheduler(self._capacity, believed, self._mode, len(arrivals))  # type: ignore[arg-type]
+        executor = self.executor()
+        scheduler = Scheduler(self.capacity, self.estimator(), self.mode, len(arrivals))
         requests = Simulation(scheduler, executor).run(at_rate(arrivals, rate), None)
         return measure_simulated(requests, _NO_TARGETS, executor.worked)
 
@@ -144,17 +165,17 @@ async def serve(address: str, arrivals: Sequence[Arrival], vocab_size: int) -> O
 # --- side by side
 
 
-def rows(share: float, rate: float, simulated: Outcome, rounds: Sequence[Outcome]) -> Iterator[Row]:
+def rows(what: str, rate: float, simulated: Metrics, rounds: Sequence[Outcome]) -> Iterator[Row]:
     """Real over simulated, medians over the rounds."""
-    where = f"{share:.0%} of capacity, {rate:.2f} req/s"
-    for name, what, unit, factor, limit in (
-        ("ttft_s", "TTFT p50", "ms", 1e3, _LATENCY_LIMIT),
-        ("tpot_s", "TPOT p50", "ms", 1e3, _LATENCY_LIMIT),
-        ("per_s", "throughput", "req/s", 1.0, _THROUGHPUT_LIMIT),
+    for name, quantity, unit, factor, limit in (
+        ("ttft_p50", "TTFT p50", "ms", 1e3, _LATENCY_LIMIT),
+        ("tpot_p50", "TPOT p50", "ms", 1e3, _LATENCY_LIMIT),
+        ("thr_makespan", "throughput", "req/s", 1.0, _THROUGHPUT_LIMIT),
     ):
         real, predicted = statistics.median(getattr(each, name) for each in rounds), getattr(simulated, name)
         detail = f"real {real * factor:.3g} {unit}, simulated {predicted * factor:.3g}, ratio {real / predicted:.3f}"
-        yield Row(f"{where}: {what}", abs(real / predicted - 1), "|real / simulated - 1|", limit, False, detail)
+        where = f"{what}, {rate:.2f} req/s: {quantity}"
+        yield Row(where, abs(real / predicted - 1), "|real / simulated - 1|", limit, False, detail)
 
 
 def measure(args: argparse.Namespace) -> list[Row]:
@@ -163,23 +184,30 @@ def measure(args: argparse.Namespace) -> list[Row]:
     longest_tokens = _PROMPT_TOKENS[1] + _ANSWER_TOKENS[1] + 16
     num_kv_tokens = args.requests * longest_tokens // 2
     table: list[Row] = []
+
+    def compare(what: str, simulator: Simulator, address: str, share: float) -> None:
+        rate = share * simulator.run(arrivals, 0.0).thr_makespan
+        simulated = simulator.run(arrivals, rate)
+        rounds = [asyncio.run(serve(address, at_rate(arrivals, rate), spec.vocab_size)) for _ in range(args.rounds)]
+        table.extend(rows(f"{what}, {share:.0%} of capacity", rate, simulated, rounds))
+
     with running(
         args.mode, num_kv_tokens, _GPU_SHARE, longest_tokens, "auto", model=args.model, dtype=args.dtype
     ) as stack:
-        simulator = Simulator(stack, tables_of(stack), args.mode, spec.num_layers)
-        capacity = simulator.run(arrivals, 0.0).thr_makespan
+        tables = tables_of(stack)
+        simulator = Simulator(stack, tables, args.mode, spec.num_layers)
         asyncio.run(serve(stack.address, at_rate(arrivals[:_WARM_UP], 0.0), spec.vocab_size))
         for share in args.shares:
-            rate = share * capacity
-            run = simulator.run(arrivals, rate)
-            simulated = Outcome(run.ttft_p50, run.tpot_p50, run.thr_makespan)
-            rounds = [
-                asyncio.run(serve(stack.address, at_rate(arrivals, rate), spec.vocab_size)) for _ in range(args.rounds)
-            ]
-            table += rows(share, rate, simulated, rounds)
-        with Client(stack.address) as client:
-            counters = client.server_info().counters
+            compare("real stack", simulator, stack.address, share)
+        counters = stack.server_info().counters
+        config = stack.config
     print(f"iterations: {counters.gpu_only_iterations} on the GPU alone, {counters.asymmetric_iterations} asymmetric")
+    alone = simulator.alone()
+    shape = KvShape(spec.num_layers, spec.num_kv_heads, alone.capacity.block_tokens, spec.head_dim, torch.bfloat16)
+    executor = PacedExecutor(alone.executor(), tables_from_json(tables), shape, alone.capacity.gpu_blocks)
+    with paced(config, executor) as address:
+        for share in args.shares:
+            compare("executor that sleeps", alone, address, share)
     return table
 
 
