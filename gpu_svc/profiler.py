@@ -131,7 +131,7 @@ class Profiler:
         layer_blocks = self.cache.blocks[0]
         if not self.cache.num_blocks:
             layer_blocks = self._noise(1, *self.cache.blocks.shape[2:]).to(self.cache.shape.dtype)
-        for chunk_tokens in _steps(min(16, longest), longest, 4):
+        for chunk_tokens in _steps(1, longest, 4):
             q = self._noise(chunk_tokens, spec.num_q_heads, spec.head_dim)
             out = torch.empty_like(q)
             most_past = self.limits.max_sequence_tokens - chunk_tokens
@@ -199,7 +199,7 @@ class Profiler:
 
     def _head(self) -> Iterator[tuple[int, float]]:
         """With sampling at temperature 1, the default of requests."""
-        for num_outputs in _steps(1, min(self.limits.max_sequences, self.limits.max_batch_tokens), 4):
+        for num_outputs in _steps(1, min(self.limits.max_sequences, self.limits.max_batch_tokens), 2):
             hidden = self._noise(num_outputs, self.decoder.spec.hidden_size)
             rows = _default_rows(num_outputs)
             seconds = self._watch.least_s(partial(self._run_head, hidden, rows), self._run_layers)

@@ -29,7 +29,9 @@ class TableEstimator:
         self._linear = _curve(tables.linear)
         self._weights_s = self._linear(1) if self._linear else 0.0
         self._prefill = (
-            Surface((p.chunk_tokens, p.past_tokens, p.seconds) for p in tables.prefill) if tables.prefill else None
+            Surface(((p.chunk_tokens, p.past_tokens, p.seconds) for p in tables.prefill), per_x=True)
+            if tables.prefill
+            else None
         )
         self._gpu_decode = _decode_surface(tables.gpu_decode)
         self._cpu_decode = _decode_surface(tables.cpu_decode)

@@ -141,8 +141,12 @@ async def test_host_tier_over_the_wire(
 def check_tables(tables: pb.OperationTables) -> None:
     """Grids cover the limits of `open_epoch` and what the tiers hold."""
     assert [point.num_tokens for point in tables.linear] == [1, 2, 4, 8, 16, 32, 64]
-    assert [point.num_tokens for point in tables.head] == [1, 4, 8]
+    assert [point.num_tokens for point in tables.head] == [1, 2, 4, 8]
     assert [(point.chunk_tokens, point.past_tokens) for point in tables.prefill] == [
+        (1, 0),
+        (1, 127),
+        (4, 0),
+        (4, 124),
         (16, 0),
         (16, 112),
         (64, 0),

@@ -65,15 +65,24 @@ def test_curve_never_falls(points, x, more):
     assert 0 <= curve(x) <= curve(x + more) * (1 + 1e-9) + 1e-9
 
 
+def test_surface_of_what_grows_with_the_square_of_x():
+    """Tokens that see all before them, and half of their chunk: exact between points that lie far apart."""
+    surface = Surface([(x, y, x * (y + x / 2)) for x in (4, 64) for y in (0, 100)], per_x=True)
+    assert [surface(x, y) for x, y in ((4, 0), (16, 0), (32, 50), (64, 100))] == [8, 128, 32 * 66, 64 * 132]
+    falling = Surface([(1, 0, 10.0), (3, 0, 12.0)], per_x=True)
+    assert falling(2, 0) == 12.0  # not 2 * 7
+
+
 @given(
     st.lists(st.tuples(QUANTITY, QUANTITY, SECONDS), min_size=1, max_size=12),
     QUANTITY,
     QUANTITY,
     st.integers(0, 300),
     st.integers(0, 300),
+    st.booleans(),
 )
-def test_surface_never_falls_along_either_quantity(points, x, y, more_x, more_y):
-    surface = Surface(points)
+def test_surface_never_falls_along_either_quantity(points, x, y, more_x, more_y, per_x):
+    surface = Surface(points, per_x)
     value = surface(x, y)
     assert value >= 0
     assert surface(x + more_x, y) >= value * (1 - 1e-9) - 1e-9
