@@ -55,14 +55,14 @@ Question = tuple[SubBatchLoad, SubBatchLoad, int, int, CohortLoad]
 """All arguments of `iteration_s`."""
 
 
-def hidden_cohort_layers(num_layers: int, layer_s: float, attention_s: float) -> int:
-    """Layers of a cohort's step that don't make a batch wait whose layers take `layer_s` each.
+def hidden_cohort_layers(num_layers: int, layer_s: float, attention_s: float) -> float:
+    """Layers of a cohort's step that a batch hides whose layers take `layer_s` each; greater than 0.
 
     A cohort's layer takes its attention on the CPU, `attention_s`, and until the GPU is free for its linear operations
     half a layer of the batch on average: `num_layers * layer_s` hide so many of these. Beside no batch, all.
     """
     hidden_by_s = attention_s + layer_s / 2
-    return num_layers if layer_s <= 0 or hidden_by_s <= 0 else int(num_layers * layer_s / hidden_by_s)
+    return num_layers if layer_s <= 0 or hidden_by_s <= 0 else num_layers * layer_s / hidden_by_s
 
 
 class Estimator(Protocol):

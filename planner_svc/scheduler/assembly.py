@@ -110,6 +110,7 @@ class Assembly:
             max_tokens=self._capacity.max_batch_tokens,
             max_sequences=self._capacity.max_sequences,
             prefill_per_decode=prefill_per_decode if len(self._queue) else 0.0,
+            num_waiting=len(self._queue),
             admits_all=self._policy != "auto",
         )
 

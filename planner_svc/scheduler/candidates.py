@@ -26,12 +26,12 @@ class Shape:
     num_cpu_decodes: int
     is_split: bool = False
     """Two sub-batches. The CPU attends for the second while the GPU computes the first's linear operations."""
-    has_cohort: bool = False
-    """The cohort advances beside the batch, by as many layers as the batch hides."""
+    num_cohort_layers: int = 0
+    """By which the cohort advances beside the batch."""
 
     @property
     def mode(self) -> Mode:
-        if self.has_cohort:
+        if self.num_cohort_layers:
             return Mode.DECOUPLED
         if self.num_cpu_decodes == 0:
             return Mode.GPU_ONLY
@@ -61,6 +61,7 @@ class Work:
         self._cohort_context = sum([item.num_computed_tokens for item in self.cohort]) + len(self.cohort)
         self._chunk_ends: list[int] = []
         self._gpu_context = sum([item.num_computed_tokens for item in gpu_decodes]) + len(gpu_decodes)
+        self._gpu_decode_s = estimator.gpu_decode_s(len(gpu_decodes), self._gpu_context)
         self._cpu_contexts = [0, *accumulate([item.num_computed_tokens + 1 for item in cpu_decodes])]
 
     def take(self, chunks: list[Chunk]) -> None:
@@ -79,17 +80,26 @@ class Work:
 
     def question(self, shape: Shape) -> Question:
         """What an estimator is asked about it."""
-        first, second = self.loads(shape)
-        cohort = self._cohort_load(self._cohort_layers(first)) if shape.has_cohort else NO_COHORT
-        return (first, second, *self._swap_bytes, cohort)
+        return (*self.loads(shape), *self._swap_bytes, self._cohort_load(shape))
 
     def num_decodes(self, shape: Shape) -> float:
         """Tokens decoded; of a cohort that part of each which its layers make up."""
-        num_decodes = len(self.gpu_decodes) + shape.num_cpu_decodes
-        if not shape.has_cohort:
-            return num_decodes
-        num_layers = self._cohort_layers(self.loads(shape)[0])
-        return num_decodes + len(self.cohort) * num_layers / self._estimator.num_layers
+        num_stepping = len(self.cohort) * shape.num_cohort_layers / self._estimator.num_layers
+        return len(self.gpu_decodes) + shape.num_cpu_decodes + num_stepping
+
+    @property
+    def num_cohort_layers_left(self) -> int:
+        """Until the cohort's step ends, or the one that would begin."""
+        return self._estimator.num_layers - self._cohort_start_layer
+
+    def hidden_cohort_layers(self, shape: Shape) -> float:
+        """That the shape's batch hides."""
+        estimator, batch = self._estimator, self.loads(shape)[0]
+        layer_s = estimator.linear_s(batch.num_tokens)
+        layer_s += estimator.gpu_decode_s(batch.num_gpu_decodes, batch.gpu_context_tokens)
+        layer_s += sum([estimator.prefill_s(*chunk) for chunk in batch.prefill_chunks])
+        attention_s = estimator.cpu_decode_s(len(self.cohort), self._cohort_context)
+        return hidden_cohort_layers(estimator.num_layers, layer_s, attention_s)
 
     def cpu_excess_s(self, shape: Shape) -> float:
         """By how much CPU attention outlasts the GPU's work beside it, in a layer's worse half. 0 and less: hidden."""
@@ -121,11 +131,9 @@ class Work:
     def batch(self, shape: Shape) -> Batch:
         """The work itself."""
         num_first_tokens, num_second = self._division(shape)
-        part: CohortPart | None = None
-        if shape.has_cohort:
-            num_layers = self._cohort_layers(self.loads(shape)[0])
-            is_last = self._cohort_start_layer + num_layers == self._estimator.num_layers
-            part = CohortPart(self.cohort, self._cohort_start_layer, num_layers, is_last)
+        num_layers = shape.num_cohort_layers
+        is_last = num_layers == self.num_cohort_layers_left
+        part = CohortPart(self.cohort, self._cohort_start_layer, num_layers, is_last) if num_layers else None
         return Batch(
             chunks=(
                 self._cut(0, num_first_tokens),
@@ -136,34 +144,26 @@ class Work:
             cohort=part,
         )
 
-    def _cohort_layers(self, batch: SubBatchLoad) -> int:
-        """So many that the batch doesn't wait, at least one, and in equal parts until the step ends."""
-        estimator = self._estimator
-        layer_s = estimator.linear_s(batch.num_tokens)
-        layer_s += estimator.gpu_decode_s(batch.num_gpu_decodes, batch.gpu_context_tokens)
-        layer_s += sum([estimator.prefill_s(*chunk) for chunk in batch.prefill_chunks])
-        attention_s = estimator.cpu_decode_s(len(self.cohort), self._cohort_context)
-        num_hidden = max(1, hidden_cohort_layers(estimator.num_layers, layer_s, attention_s))
-        num_left = estimator.num_layers - self._cohort_start_layer
-        num_parts = -(-num_left // num_hidden)
-        return -(-num_left // num_parts)
-
-    def _cohort_load(self, num_layers: int) -> CohortLoad:
-        ends = self._cohort_start_layer + num_layers == self._estimator.num_layers
-        num_sequences = len(self.cohort)
-        return CohortLoad(num_sequences, self._cohort_context, num_layers, num_sequences if ends else 0)
+    def _cohort_load(self, shape: Shape) -> CohortLoad:
+        num_layers, num_sequences = shape.num_cohort_layers, len(self.cohort)
+        if num_layers == 0:
+            return NO_COHORT
+        num_outputs = num_sequences if num_layers == self.num_cohort_layers_left else 0
+        return CohortLoad(num_sequences, self._cohort_context, num_layers, num_outputs)
 
     def _division(self, shape: Shape) -> tuple[int, int]:
         """(prefill tokens of the first sub-batch, CPU decodes of the second).
 
-        Both get the same number of tokens as far as prompts allow, so that a second read of the weights costs least;
-        either then hides half of the CPU's attention.
+        Both get the same number of tokens as far as prompts allow, so that a second read of the weights costs least.
+        The CPU's attention is divided as the GPU's work that hides it: beside the first's lie also the GPU decodes.
         """
         if not shape.is_split:
             return shape.num_prefill_tokens, 0
-        half_context = self._cpu_contexts[shape.num_cpu_decodes] / 2
-        num_second = bisect_left(self._cpu_contexts, half_context, 0, shape.num_cpu_decodes)
         num_tokens = shape.num_prefill_tokens + len(self.gpu_decodes) + shape.num_cpu_decodes
+        linear_s = self._estimator.linear_s((num_tokens + 1) // 2)
+        share = linear_s / (2 * linear_s + self._gpu_decode_s) if linear_s else 0.5
+        second_context = share * self._cpu_contexts[shape.num_cpu_decodes]
+        num_second = bisect_left(self._cpu_contexts, second_context, 0, shape.num_cpu_decodes)
         num_second_tokens = min(shape.num_prefill_tokens, max(0, num_tokens // 2 - num_second))
         return shape.num_prefill_tokens - num_second_tokens, num_second
 

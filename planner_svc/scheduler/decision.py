@@ -58,18 +58,18 @@ def decide(
     chooser = _Chooser(work, limits, calibration)
     num_all = len(work.cpu_decodes)
     if is_stepping or (policy == "decoupled" and work.cohort):
-        return chooser.fill(0, has_cohort=True)
+        return max(chooser.beside_cohort(), key=chooser.worth)
     if policy in ("asymmetric", "same_layer"):
         return chooser.fill(num_all, is_split=policy == "asymmetric" and num_all > 0)
-    num_due = num_all if limits.runs_cpu else _num_due(work, limits, start_s)
+    num_due = _num_due(work, limits, start_s)
     options: list[Decision] = []
-    if num_due == 0:
+    if num_due == 0 and not (limits.runs_cpu and num_all):
         options.append(chooser.fill(0))
     for is_split in (False, True) if num_all else ():
         counts = {chooser.largest(num_due, num_all, is_split), chooser.hidden(num_due, num_all, is_split), num_due}
         options += [chooser.fill(count, is_split) for count in sorted(counts) if count]
     if work.cohort:
-        options.append(chooser.fill(0, has_cohort=True))
+        options += chooser.beside_cohort()
     return max(options, key=chooser.worth)  # Of equals the first, and so the simplest.
 
 
@@ -101,14 +101,30 @@ class _Chooser:
         worth = (self._work.num_decodes(shape) + self._limits.prefill_worth * shape.num_prefill_tokens) / predicted_s
         return worth if predicted_s <= self._limits.longest_s else -predicted_s
 
-    def fill(self, num_cpu_decodes: int, is_split: bool = False, has_cohort: bool = False) -> Decision:
+    def beside_cohort(self) -> list[Decision]:
+        """The cohort's step goes on, in equal parts until its end: as large as the batch hides, or a little larger.
+
+        The first makes the CPU wait, the second the GPU.
+        """
+        num_left = self._work.num_cohort_layers_left
+        shape = self.fill(0).shape
+        for _ in range(2):  # The cohort's tokens allow for more prefill, which hides more of its layers.
+            num_parts = max(1, min(num_left, math.ceil(num_left / self._work.hidden_cohort_layers(shape))))
+            hidden = self.fill(0, num_cohort_layers=-(-num_left // num_parts))
+            shape = hidden.shape
+        if num_parts == 1:
+            return [hidden]
+        return [hidden, self.fill(0, num_cohort_layers=-(-num_left // (num_parts - 1)))]
+
+    def fill(self, num_cpu_decodes: int, is_split: bool = False, num_cohort_layers: int = 0) -> Decision:
         """With as much prefill as the time allows."""
 
         def make(num_tokens: int) -> Shape:
-            return Shape(num_tokens, num_cpu_decodes, is_split, has_cohort)
+            return Shape(num_tokens, num_cpu_decodes, is_split, num_cohort_layers)
 
         num_tokens = self._most(0, self._num_wanted(make), make)
-        if num_tokens == 0 and not (self._work.gpu_decodes or num_cpu_decodes or has_cohort) and self._num_prefill:
+        has_decodes = self._work.gpu_decodes or num_cpu_decodes or num_cohort_layers
+        if num_tokens == 0 and not has_decodes and self._num_prefill:
             num_tokens = self._num_prefill  # Nothing is due: it was a prompt's own deadline.
         return Decision(make(num_tokens), self._work.seconds(make(num_tokens)))
 
@@ -117,11 +133,9 @@ class _Chooser:
         limits = self._limits
         shape = make(0)
         num_batches = 2 if shape.is_split else 1
-        num_decodes = len(self._work.gpu_decodes) + shape.num_cpu_decodes
-        wanted = max(0, num_batches * limits.num_free_tokens - num_decodes)
-        if shape.has_cohort and limits.lacks_room:
-            num_decodes = math.ceil(self._work.num_decodes(make(min(wanted, self._num_prefill))))
+        wanted = max(0, num_batches * limits.num_free_tokens - len(self._work.gpu_decodes) - shape.num_cpu_decodes)
         if limits.longest_s == float("inf"):
+            num_decodes = self._work.num_decodes(shape)
             wanted = max(wanted, math.ceil(_LEAD * num_decodes / limits.prefill_worth))
             return min(wanted, self._num_prefill) if limits.lacks_room and num_decodes else self._num_prefill
         for _ in range(3):
@@ -134,11 +148,13 @@ class _Chooser:
         return self._most(lowest, highest, lambda count: Shape(0, count, is_split))
 
     def hidden(self, lowest: int, highest: int, is_split: bool) -> int:
-        """CPU decodes whose attention stays hidden beside as much prefill as there is."""
+        """CPU decodes whose attention stays hidden beside as much prefill as there is, or as is wanted with them."""
 
         def fits(count: int) -> bool:
-            shape = Shape(self._num_prefill, count, is_split)
-            return self._work.cpu_excess_s(shape) <= 0
+            num_tokens = self._num_prefill
+            if self._limits.longest_s == float("inf"):
+                num_tokens = self._num_wanted(lambda num: Shape(num, count, is_split))
+            return self._work.cpu_excess_s(Shape(num_tokens, count, is_split)) <= 0
 
         return last_fitting(lowest, highest, fits)
 

@@ -5,7 +5,7 @@ Admission by memory alone lets the CPU fall behind until nobody's tokens come in
 
 from collections.abc import Iterable
 
-from planner_svc.estimator import Calibration, Estimator, SubBatchLoad
+from planner_svc.estimator import Calibration, CohortLoad, Estimator, SubBatchLoad, hidden_cohort_layers
 from planner_svc.scheduler.search import last_fitting
 from planner_svc.scheduler.sequence import Sequence
 from planner_svc.scheduler.urgency import bounds
@@ -15,9 +15,14 @@ _MARGIN = 0.95
 """Of the pace that the tightest target asks for: contexts grow."""
 _SHARE = 0.9
 """Of the tokens that the GPU alone could compute in that time, and that must remain possible: prompts are due, too."""
-_SURPLUS = 1.2
+_SURPLUS = 2.0
 """Over what the CPU should attend at a time: some of it still prefills."""
-_WEIGHT = 0.02
+_DRAINED = 0.3
+"""Sequences on the CPU for each that waits, at most: as many as a cohort ends while the others are served. More would be
+left to it alone in the end."""
+_ENOUGH = 1.0
+"""Of the highest throughput: fewer sequences on the CPU then reach their tokens sooner."""
+_WEIGHT = 0.01
 """Of the newest request in the averages."""
 
 
@@ -26,20 +31,31 @@ class Mix:
 
     def __init__(self) -> None:
         self.prompt_tokens = 0.0
-        self.output_tokens = 0.0
-        self._num_finished = 0
+        self._asked_tokens = 0.0
+        self._generated_tokens = 0.0
+        self._num_finished = 0.0
 
     def arrive(self, sequence: Sequence) -> None:
         """Until answers end, they count as what is asked for at most."""
-        prompt_tokens = len(sequence.request.prompt)
-        self.prompt_tokens = _average(self.prompt_tokens, prompt_tokens)
-        if self._num_finished == 0:
-            self.output_tokens = _average(self.output_tokens, sequence.request.max_new_tokens)
+        self.prompt_tokens = _average(self.prompt_tokens, len(sequence.request.prompt))
+        self._asked_tokens = _average(self._asked_tokens, sequence.request.max_new_tokens)
 
-    def finish(self, sequence: Sequence) -> None:
-        if sequence.outputs:
-            self._num_finished += 1
-            self.output_tokens = _average(self.output_tokens, len(sequence.outputs))
+    def take_tokens(self, num_tokens: int) -> None:
+        """Of any answers."""
+        self._generated_tokens += num_tokens
+
+    def finish(self) -> None:
+        """An answer ended."""
+        self._generated_tokens *= 1 - _WEIGHT
+        self._num_finished = (1 - _WEIGHT) * self._num_finished + 1
+
+    @property
+    def output_tokens(self) -> float:
+        """Tokens over ends: answers still under way count, so that those that end first, the short ones, don't mislead.
+
+        The maximum likelihood of an exponential distribution of which part is still to come.
+        """
+        return (self._asked_tokens + self._generated_tokens) / (1 + self._num_finished)
 
     @property
     def prefill_per_decode(self) -> float:
@@ -62,9 +78,11 @@ class Pace:
         max_tokens: int,
         max_sequences: int,
         prefill_per_decode: float,
+        num_waiting: int,
         admits_all: bool,
     ) -> None:
         """`prefill_per_decode`: prompt tokens that come with each decode; 0 while no prompt waits."""
+        self._num_waiting = num_waiting
         self._max_tokens = max_tokens
         self._max_sequences = max_sequences
         self._admits_all = admits_all
@@ -146,10 +164,33 @@ class Pace:
             def tokens_per_s(num_cpu: int) -> float:
                 num_prefill = round(self._prefill_per_decode * (num_gpu + num_cpu))
                 options = self._options(num_cpu, round(num_cpu * mean_context), num_prefill)
-                return (num_gpu + num_cpu) / max(1e-9, min(options if num_cpu else options[:1]))
+                rate = (num_gpu + num_cpu) / max(1e-9, min(options if num_cpu else options[:1]))
+                if 0 < num_cpu <= _DRAINED * self._num_waiting:
+                    rate = max(rate, self._cohort_tokens_per_s(num_cpu, round(num_cpu * mean_context)))
+                return rate
 
-            self._best = mean_context * max(counts, key=tokens_per_s)
+            rates = [tokens_per_s(count) for count in counts]
+            enough = _ENOUGH * max(rates)
+            self._best = mean_context * next(n for n, rate in zip(counts, rates, strict=True) if rate >= enough)
         return self._best
+
+    def _cohort_tokens_per_s(self, num_cpu: int, cpu_context: int) -> float:
+        """Of a cohort and the batch beside it, which prefills for both."""
+        estimator, num_gpu = self._estimator, self._num[Tier.GPU]
+        gpu_context, num_layers = self._context[Tier.GPU], estimator.num_layers
+        attention_s = estimator.cpu_decode_s(num_cpu, cpu_context)
+        num_hidden = 0.0
+        for _ in range(3):  # Its tokens call for prefill, which hides more of its layers.
+            num_tokens = num_gpu + num_cpu * num_hidden / num_layers
+            num_prefill = round(self._prefill_per_decode * num_tokens)
+            layer_s = estimator.linear_s(num_gpu + num_prefill) + estimator.prefill_s(num_prefill, 0)
+            layer_s += estimator.gpu_decode_s(num_gpu, gpu_context)
+            num_hidden = min(num_layers, hidden_cohort_layers(num_layers, layer_s, attention_s))
+        cohort = CohortLoad(num_cpu, cpu_context, max(1, round(num_hidden)))
+        chunks = ((num_prefill, 0),) if num_prefill else ()
+        batch = SubBatchLoad(chunks, num_gpu, gpu_context, num_outputs=num_gpu)
+        seconds = estimator.iteration_s(batch, cohort=cohort)
+        return (num_gpu + num_cpu * cohort.num_layers / num_layers) / max(1e-9, seconds)
 
     def _prefill_alone(self, longest_s: float) -> int:
         """Prefill tokens that an iteration of the GPU alone could take."""

@@ -14,8 +14,8 @@ from planner_svc.scheduler.sequence import Sequence, State
 from planner_svc.scheduler.waiting import WaitingQueue
 from svc_common.plan import Tier
 
-_MARGIN = 0.02
-"""Share of a tier that neither admission nor swapping in may fill."""
+_MARGIN, _SWAP_MARGIN = 0.02, 0.01
+"""Share of a tier that neither admission nor swapping in may fill; the second where one that must leave is swapped."""
 
 
 @dataclass(slots=True)
@@ -34,6 +34,7 @@ class Placement:
     ) -> None:
         self._capacity = capacity
         self._host_decodes = policy != "gpu_only"
+        self._margin = _SWAP_MARGIN if capacity.host_blocks else _MARGIN
         self._residency = residency
         self._queue = queue
         self._tally = tally
@@ -57,12 +58,12 @@ class Placement:
     def margin(self, tier: Tier, num_residents: int) -> int:
         """Blocks to leave free when a sequence comes to a tier, so that it is not soon swapped out again.
 
-        5 %, or the next block of each resident where that is more; none in an empty tier, which must take whatever
+        A share, or the next block of each resident where that is more; none in an empty tier, which must take whatever
         fits.
         """
         if num_residents == 0:
             return 0
-        return max(round(self._capacity.blocks(tier) * _MARGIN), num_residents)
+        return max(round(self._capacity.blocks(tier) * self._margin), num_residents)
 
     def swap_in(self) -> None:
         """Brings sequences back from the host, oldest first, while a margin stays free.

@@ -16,6 +16,8 @@ _TIME_SHARE = 0.5
 """Of the time that a first token has left, in which its prompt should be computed."""
 _ROOM_SHARE = 0.1
 """Of the GPU's blocks. With more of them free, room waits for prompts, not prompts for room."""
+MAX_OVERTAKEN = 16
+"""Plans in which shorter prompts may overtake one without targets for which there is no room."""
 _WINDOW = 48
 """Waiting prompts of a kind that a plan looks at: its cost must not depend on how many wait."""
 
@@ -101,8 +103,9 @@ class Prompts:
                 if tier is None:
                     # A shorter one may have room; ageing keeps this one from waiting for ever. Who only waits for a
                     # parked one keeps out nobody that is older than that.
-                    if not self._waits_for_parked(sequence):
-                        is_closed |= self._num_left == 0 or not bounds(sequence) or is_aged_prompt(sequence, start_s)
+                    if not (is_closed or self._waits_for_parked(sequence)):
+                        self.held_back.append(sequence)
+                        is_closed = self._num_left == 0 or self._is_impatient(sequence)
                     continue
                 self._take_room(sequence, tier)
             assert tier is not None
@@ -122,10 +125,15 @@ class Prompts:
             if not self._placement.computes_in(tier) or num_blocks + margin > self._free[tier]:
                 continue
             if tier is Tier.HOST and not self._is_welcome(sequence, num_blocks):
-                self.held_back.append(sequence)
                 return None
             return tier
         return None
+
+    def _is_impatient(self, sequence: Sequence) -> bool:
+        """Whether none may overtake it any more."""
+        if bounds(sequence):
+            return is_aged_prompt(sequence, self._start_s)
+        return sequence.num_passed_over >= MAX_OVERTAKEN or is_aged_prompt(sequence, self._start_s)
 
     def _waits_for_parked(self, sequence: Sequence) -> bool:
         return self._oldest_parked is not None and self._oldest_parked < sequence.sequence_id

@@ -111,7 +111,8 @@ class Scheduler:
         sequence = self._live.pop(sequence_id, None)
         if sequence is None:
             return
-        self._mix.finish(sequence)
+        if sequence.outputs:
+            self._mix.finish()
         if sequence.state is State.RUNNING:
             self._residency.leave(sequence, State.FINISHED)
         elif sequence.state is State.WAITING:
@@ -217,6 +218,7 @@ class Scheduler:
         if planned.computes:
             self._tally.add(**{f"{planned.mode.value}_iterations": 1})
         self._tally.add(generated_tokens=len(events))
+        self._mix.take_tokens(len(events))
         return Applied(tuple(events))
 
     def _take_token(self, sequence: Sequence, token_id: int, result: IterationResult, now: float) -> TokenEvent:

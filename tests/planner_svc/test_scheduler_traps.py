@@ -137,7 +137,7 @@ def test_none_is_passed_over_for_long_however_slow_the_cpu():
     assert loop.executor.cpu_decodes > 0
     # The rest of a step that began without it, its turns of waiting, and a whole step.
     num_layers = loop.estimator.num_layers
-    assert worst_gap == num_layers - 1 + MAX_PASSED_OVER + num_layers
+    assert MAX_PASSED_OVER < worst_gap <= num_layers - 1 + MAX_PASSED_OVER + num_layers
     loop.run_until_idle()
 
 
