@@ -31,7 +31,7 @@ from svc_common.cpu_kernels import (
 )
 
 BLOCK_TOKENS = 16
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.int8}
 # All KV lies here, and the plain read reads it; far more than caches hold. 0x3c is a number of each type.
 MEMORY = np.full(2**30, 0x3C, np.uint8)
 # Layers take turns, so that each finds its KV in memory and not in the processor's caches.
@@ -83,7 +83,12 @@ class Decodes:
         memory = torch.from_numpy(MEMORY[: num_layers * self.layer_bytes])
         self._layers = memory.view(self._dtype).view(num_layers, *shape).unbind()
         self._turn = cycle(self._layers)
-        self._q = torch.randn(num_sequences, heads.num_q_heads, heads.head_dim).to(self._dtype)
+        # For int8. Their own memory is little and counts for nothing.
+        scales_shape = (num_layers, num_blocks, 2, heads.num_kv_heads)
+        scales = torch.full(scales_shape, 0.01).unbind() if dtype == "int8" else [None] * num_layers
+        self._scales = cycle(scales)
+        exchange_dtype = torch.float32 if dtype == "int8" else self._dtype
+        self._q = torch.randn(num_sequences, heads.num_q_heads, heads.head_dim).to(exchange_dtype)
         self._out = torch.empty_like(self._q)
         tables = np.random.default_rng(0).permutation(num_blocks).astype(np.int32).reshape(num_sequences, -1)
         self._work = DecodeWork(
@@ -96,7 +101,7 @@ class Decodes:
         return 2 * self.num_sequences * self.context_tokens * self.heads.num_q_heads * self.heads.head_dim
 
     def run(self) -> None:
-        self._work.run(self._q, next(self._turn), self._out)
+        self._work.run(self._q, next(self._turn), self._out, next(self._scales))
 
     def sdpa(self) -> list[Callable[[], Tensor]]:
         """torch on the same memory, read as contiguous KV: groups by `enable_gqa`, and folded into the query axis."""
@@ -124,7 +129,7 @@ def make_attention(heads: Heads, dtype: str, threads: ThreadPool) -> Attention:
         head_dim=heads.head_dim,
         block_tokens=BLOCK_TOKENS,
         kv_dtype=dtype,
-        exchange_dtype=dtype,
+        exchange_dtype="fp32" if dtype == "int8" else dtype,
         softmax_scale=heads.head_dim**-0.5,
         sliding_window=0,
         softcap=NO_SOFTCAP,
@@ -150,7 +155,7 @@ def floor_rows(threads: ThreadPool, rounds: int) -> Iterator[Row]:
     """Each case's share of its floor, ceiling and peak measured again in each round."""
     contexts = (2048, 8192)
     for heads in (LLAMA_2, LLAMA_3, SMOLLM):
-        for dtype in ("fp16", "bf16", "fp32"):
+        for dtype in ("fp16", "bf16", "fp32", "int8"):
             for context_tokens in contexts:
                 if (heads, dtype, context_tokens) == (LLAMA_2, "fp32", 8192):
                     continue  # larger than the memory
@@ -161,6 +166,8 @@ def floor_rows(threads: ThreadPool, rounds: int) -> Iterator[Row]:
                     ceiling, peak = read_ceiling(threads, MEMORY, 3), fma_peak(threads, 3)
                     layer_s = least_s(decodes.run, 0.2)
                     memory_s, arithmetic_s = decodes.layer_bytes / ceiling, decodes.multiply_adds / peak
+                    if dtype == "int8":
+                        arithmetic_s = 0.0  # Its multiply-adds are of 16-bit integers, at a rate that nobody measures.
                     shares.append(max(memory_s, arithmetic_s) / layer_s)
                     rates.append(decodes.layer_bytes / layer_s)
                     bound = "memory" if memory_s >= arithmetic_s else "arithmetic"

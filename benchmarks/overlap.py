@@ -96,7 +96,7 @@ class Rig:
             blocks_each * executor.kv_shape.block_tokens, executor.decoder.spec.context_tokens
         )
         # Any numbers cost the same; those of an unused pool might lie in one page.
-        host.blocks[:] = 0.01
+        host.blocks.elements[:] = 0.01
         blocks = np.arange(2 * num_sequences * blocks_each).reshape(2, num_sequences, -1)
         ids = np.arange(2 * num_sequences).reshape(2, num_sequences)
         new = tuple(

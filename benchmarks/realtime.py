@@ -203,7 +203,7 @@ def measure(args: argparse.Namespace) -> list[Row]:
         config = stack.config
     print(f"iterations: {counters.gpu_only_iterations} on the GPU alone, {counters.asymmetric_iterations} asymmetric")
     alone = simulator.alone()
-    shape = KvShape(spec.num_layers, spec.num_kv_heads, alone.capacity.block_tokens, spec.head_dim, torch.bfloat16)
+    shape = KvShape.of(spec, alone.capacity.block_tokens, torch.bfloat16)
     executor = PacedExecutor(alone.executor(), tables_from_json(tables), shape, alone.capacity.gpu_blocks)
     with paced(config, executor) as address:
         for share in args.shares:

@@ -10,7 +10,8 @@ from neoflex.v1 import cpu_attention_pb2_grpc
 from svc_common.errors import FieldViolation, failed_precondition, invalid_argument, invalid_arguments
 from svc_common.tensor_plane import PlaneError, RegionShape
 
-_DTYPES = ("fp32", "bf16", "fp16")
+_EXCHANGE_DTYPES = ("fp32", "bf16", "fp16")
+_KV_DTYPES = (*_EXCHANGE_DTYPES, "int8")
 # Limits of each count: far above any model, and low enough that no product of them overflows.
 _COUNT_LIMITS = {
     "num_layers": 4096,
@@ -101,9 +102,9 @@ def _violations(request: pb.OpenRegionRequest) -> list[FieldViolation]:
     if request.num_kv_heads >= 1:
         divides = request.num_q_heads % request.num_kv_heads == 0
         require(divides, "num_kv_heads", f"must divide num_q_heads, is {request.num_kv_heads}")
-    for field in ("kv_dtype", "exchange_dtype"):
+    for field, allowed in (("kv_dtype", _KV_DTYPES), ("exchange_dtype", _EXCHANGE_DTYPES)):
         value = getattr(request, field)
-        require(value in _DTYPES, field, f"must be one of {', '.join(_DTYPES)}, is {value!r}")
+        require(value in allowed, field, f"must be one of {', '.join(allowed)}, is {value!r}")
     positive = math.isfinite(request.softmax_scale) and request.softmax_scale > 0
     require(positive, "softmax_scale", f"must be positive and finite, is {request.softmax_scale}")
     require(request.sliding_window >= 0, "sliding_window", f"must be at least 0, is {request.sliding_window}")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from gpu_svc.dtypes import DTYPES, choose_compute_dtype, dtype_name
+from gpu_svc.dtypes import DTYPES, KV_DTYPES, choose_compute_dtype, dtype_name
 from gpu_svc.executor import Executor
 from gpu_svc.kv_cache import KvShape
 from gpu_svc.model.checkpoint import CheckpointError, open_model
@@ -64,13 +64,16 @@ def _device(config: Config) -> torch.device:
     return torch.device("cuda" if here and config.gpu.device != "cpu" else "cpu")
 
 
-def check_kv_sizes(config: Config, block_bytes: int, memory_bytes: int) -> None:
+def check_kv_sizes(config: Config, block_bytes: int, host_block_bytes: int, memory_bytes: int) -> None:
     """Raises ConfigError where a tier was asked for that can't hold a single block, or more than the device has."""
-    for key, kv_bytes in (("gpu.kv_bytes", config.gpu.kv_bytes), ("cpu_attn.kv_bytes", config.cpu_attn.kv_bytes)):
-        if 0 < kv_bytes < block_bytes:
+    for key, kv_bytes, least_bytes in (
+        ("gpu.kv_bytes", config.gpu.kv_bytes, block_bytes),
+        ("cpu_attn.kv_bytes", config.cpu_attn.kv_bytes, host_block_bytes),
+    ):
+        if 0 < kv_bytes < least_bytes:
             raise ConfigError(
                 f"{key} is {kv_bytes} bytes, a KV block of kv.block_tokens = {config.kv.block_tokens} tokens takes "
-                f"{block_bytes}: give it more, or 0 for none"
+                f"{least_bytes}: give it more, or 0 for none"
             )
     check_fits_memory("gpu.kv_bytes", config.gpu.kv_bytes, memory_bytes)
 
@@ -86,17 +89,20 @@ def make_executor(config: Config) -> Executor:
     dtype = choose_compute_dtype(config.gpu.dtype, spec, device)
     decoder = load_decoder(checkpoint, spec, DTYPES[dtype], device)
     kv_dtype = DTYPES[dtype if config.kv.dtype == "auto" else config.kv.dtype]
-    shape = KvShape.of(spec, config.kv.block_tokens, kv_dtype)
-    check_kv_sizes(config, shape.block_bytes, _memory_bytes(device))
+    host_dtype = None if config.kv.host_dtype == "auto" else KV_DTYPES[config.kv.host_dtype]
+    shape = KvShape.of(spec, config.kv.block_tokens, kv_dtype, host_dtype)
+    check_kv_sizes(config, shape.block_bytes, shape.host_block_bytes, _memory_bytes(device))
     executor = Executor(decoder, shape, config.gpu.kv_bytes, _table_cache(config))
     logger.info(
-        "%s (%s) on %s with %d threads: %s, KV %s; weights %d bytes; GPU KV %d blocks of %d bytes in %d",
+        "%s (%s) on %s with %d threads: %s, KV %s, on the host %s; weights %d bytes; GPU KV %d blocks of %d bytes "
+        "in %d",
         files.name,
         spec.architecture,
         device.type,
         torch.get_num_threads(),
         dtype,
         dtype_name(kv_dtype),
+        dtype_name(shape.host_dtype),
         executor.weight_bytes,
         executor.num_gpu_blocks,
         shape.block_bytes,

@@ -34,7 +34,7 @@ def region_shape(decoder: Decoder, kv_shape: KvShape, limits: Limits) -> RegionS
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         block_tokens=kv_shape.block_tokens,
-        kv_dtype=dtype_name(kv_shape.dtype),
+        kv_dtype=dtype_name(kv_shape.host_dtype),
         exchange_dtype=dtype_name(decoder.dtype),
         max_sequences=min(limits.max_sequences, limits.max_batch_tokens),
         softmax_scale=spec.head_dim**-0.5,

@@ -13,7 +13,14 @@ from svc_common.cpu_kernels import PackedLinear
 from svc_common.model.spec import ModelSpec
 
 DTypeName = Literal["fp32", "bf16", "fp16"]
+KvDTypeName = DTypeName | Literal["int8"]
 DTYPES: dict[DTypeName, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+KV_DTYPES: dict[KvDTypeName, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "int8": torch.int8,
+}
 
 _DECODE_TOKENS = 16
 _PREFILL_TOKENS = 256
@@ -26,8 +33,8 @@ _MAX_WEIGHTS = 2**21
 logger = logging.getLogger(__name__)
 
 
-def dtype_name(dtype: torch.dtype) -> DTypeName:
-    return next(name for name, known in DTYPES.items() if known == dtype)
+def dtype_name(dtype: torch.dtype) -> KvDTypeName:
+    return next(name for name, known in KV_DTYPES.items() if known == dtype)
 
 
 def choose_compute_dtype(

@@ -3,19 +3,20 @@
 import time
 
 import numpy as np
-import torch
 
 from gpu_svc.attention import make_backend
 from gpu_svc.batch import Batch, BatchBuilder
 from gpu_svc.host_tier import HostTier
-from gpu_svc.kv_cache import GpuKvCache, copy_blocks
+from gpu_svc.kv_cache import GpuKvCache
+from gpu_svc.kv_layout import KvBlocks
+from gpu_svc.kv_swap import copy_blocks
 from gpu_svc.limits import InvalidPlanError, Limits
 from gpu_svc.model.decoder import Decoder
 from gpu_svc.pipeline import Stage, outputs, run_layers
 from gpu_svc.profiler import Profiler
 from gpu_svc.recorder import NullRecorder
 from gpu_svc.sampling import sample
-from gpu_svc.sequences import BlockMoves, Moves, SequenceTable
+from gpu_svc.sequences import Moves, SequenceTable
 from svc_common.plan import IterationPlan, IterationResult, Timings, TokenLogprobs
 from svc_common.tensor_plane import PeerLostError
 from svc_common.trace import TraceKind
@@ -72,7 +73,7 @@ class Epoch:
         tokens, logprobs, head_ns = self._sample(stages)
         recorder.mark(TraceKind.HEAD)
         self.last_iteration = plan.iteration
-        block_bytes, token_bytes = self.cache.shape.block_bytes, self.cache.shape.token_bytes
+        block_bytes, token_bytes = self.cache.shape.host_block_bytes, self.cache.shape.host_token_bytes
         return IterationResult(
             epoch=plan.epoch,
             iteration=plan.iteration,
@@ -81,9 +82,9 @@ class Epoch:
             timings=Timings(
                 cpu_wait_ns=cpu_wait_ns, cpu_attention_ns=cpu_attention_ns, swap_ns=swap_ns, head_ns=head_ns
             ),
-            swapped_out_bytes=len(moves.to_host.source) * block_bytes
+            swapped_out_bytes=len(moves.to_host) * block_bytes
             + sum(batch.host_chunk_tokens for batch in batches) * token_bytes,
-            swapped_in_bytes=len(moves.to_gpu.source) * block_bytes,
+            swapped_in_bytes=len(moves.to_gpu) * block_bytes,
             gpu_attended_tokens=sum(batch.gpu_attended_tokens for batch in batches),
             cpu_attended_tokens=sum(batch.cpu_attended_tokens for batch in batches),
         )
@@ -92,8 +93,9 @@ class Epoch:
         """All moves to the host, then all to the GPU, which may reuse the blocks. Nanoseconds."""
         start_ns = time.perf_counter_ns()
         if self.host is not None:
-            _copy(self.cache.blocks, self.host.blocks, moves.to_host)
-            _copy(self.host.blocks, self.cache.blocks, moves.to_gpu)
+            gpu, host, head_dim = KvBlocks(self.cache.blocks), self.host.blocks, self.cache.shape.head_dim
+            copy_blocks(gpu, host, moves.to_host, head_dim)
+            copy_blocks(host, gpu, moves.to_gpu, head_dim)
         return time.perf_counter_ns() - start_ns
 
     def _run_layers(
@@ -133,7 +135,3 @@ class Epoch:
             {ids[row.row]: TokenLogprobs(row.chosen, row.top) for row in logprobs},
             time.perf_counter_ns() - start_ns,
         )
-
-
-def _copy(source: torch.Tensor, target: torch.Tensor, moves: BlockMoves) -> None:
-    copy_blocks(source, torch.from_numpy(moves.source).long(), target, torch.from_numpy(moves.target).long())

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpu_svc.kv_cache import KvPlaces, write_kv
+from gpu_svc.kv_layout import KvBlocks
 from svc_common.tensor_plane import CpuSubBatch, Report, TensorPlane
 
 # Far longer than the CPU attends for in one layer; the service's death is noticed long before.
@@ -39,8 +40,9 @@ class HostTier:
         self._number = 0
         self.num_threads = num_threads
         self.num_blocks = plane.num_blocks
-        self.blocks = _as_tensor(plane.pool)
-        """[num_layers, num_blocks, 2, num_kv_heads, block_tokens * head_dim], the shared pool."""
+        scales = None if plane.scales is None else torch.from_numpy(plane.scales)
+        self.blocks = KvBlocks(_as_tensor(plane.pool), scales)
+        """The shared pool, all layers."""
         self._exchange = [
             tuple(map(_as_tensor, (plane.q(slot), plane.k(slot), plane.v(slot), plane.out(slot)))) for slot in range(2)
         ]
@@ -99,7 +101,7 @@ class HostTier:
     def close(self) -> None:
         """Gives the pool up; memory is unmapped once the last tensor on it is gone."""
         self._plane.close()
-        self.blocks = torch.empty(0)
+        self.blocks = KvBlocks(torch.empty(0))
         self._exchange = []
 
 

@@ -1,7 +1,7 @@
-"""Keys and values in blocks: the GPU's own cache, writes of new tokens, and block copies between the tiers.
+"""Keys and values in blocks: what a block is made of, the GPU's own cache, and writes of new tokens.
 
-Both tiers have the layout [num_layers, num_blocks, 2, num_kv_heads, block_tokens * head_dim], so that a swap copies
-blocks as they are. Values lie token by token, keys dimension by dimension: svc_common/tensor_plane/csrc/layout.h.
+Both tiers have the shape [num_layers, num_blocks, 2, num_kv_heads, block_tokens * head_dim]. How numbers lie in a
+block of each type: kv_layout.py.
 """
 
 from dataclasses import dataclass
@@ -11,11 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gpu_svc.kv_layout import KvBlocks, key_views
 from gpu_svc.threads import cpu_threads
 from svc_common import cpu_kernels
 from svc_common.model.spec import ModelSpec
 
-_COPY_BYTES = 32 * 2**20  # Staging of a swap; bounds what a large swap needs beside the two caches.
+_SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,20 +28,36 @@ class KvShape:
     block_tokens: int
     head_dim: int
     dtype: torch.dtype
+    """On the GPU."""
+    host_dtype: torch.dtype
+    """On the host; int8 has a scale for each block, layer, K or V, and head."""
 
     @classmethod
-    def of(cls, spec: ModelSpec, block_tokens: int, dtype: torch.dtype) -> "KvShape":
-        return cls(spec.num_layers, spec.num_kv_heads, block_tokens, spec.head_dim, dtype)
+    def of(
+        cls, spec: ModelSpec, block_tokens: int, dtype: torch.dtype, host_dtype: torch.dtype | None = None
+    ) -> "KvShape":
+        """`host_dtype`: as on the GPU where it is None."""
+        return cls(spec.num_layers, spec.num_kv_heads, block_tokens, spec.head_dim, dtype, host_dtype or dtype)
 
     @property
-    def token_bytes(self) -> int:
-        """K and V of one token over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+    def _token_numbers(self) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
     @property
     def block_bytes(self) -> int:
-        """One block over all layers."""
-        return self.token_bytes * self.block_tokens
+        """One block over all layers on the GPU."""
+        return self._token_numbers * self.dtype.itemsize * self.block_tokens
+
+    @property
+    def host_token_bytes(self) -> int:
+        """K and V of one token over all layers on the host, without scales."""
+        return self._token_numbers * self.host_dtype.itemsize
+
+    @property
+    def host_block_bytes(self) -> int:
+        """One block over all layers on the host, scales included."""
+        num_scales = 2 * self.num_layers * self.num_kv_heads if self.host_dtype == torch.int8 else 0
+        return self.host_token_bytes * self.block_tokens + num_scales * _SCALE_BYTES
 
     def blocks(self, num_blocks: int) -> tuple[int, ...]:
         """Shape of a cache."""
@@ -82,44 +99,27 @@ class GpuKvCache:
 
     def write(self, layer: int, places: KvPlaces, kv: Tensor) -> None:
         """Stores kv [n, 2, num_kv_heads, head_dim]."""
-        write_kv(self.blocks[layer], places, kv)
+        if places.index is None:
+            write_kv(KvBlocks(self.blocks[layer]), places, kv)
+        else:
+            write_kv_by_index(self.blocks[layer], *places.index, kv)
 
 
-def write_kv(layer_blocks: Tensor, places: KvPlaces, kv: Tensor) -> None:
-    """Stores kv [n, 2, num_kv_heads, head_dim], which lies on the same device, in one layer of a cache."""
-    if places.index is None:
-        cpu_kernels.write_kv(cpu_threads(), layer_blocks, places.blocks, places.offsets, kv, "auto")
-    else:
-        write_kv_by_index(layer_blocks, *places.index, kv)
+def write_kv(layer: KvBlocks, places: KvPlaces, kv: Tensor) -> None:
+    """Stores kv [n, 2, num_kv_heads, head_dim] in one layer of a cache; all of it lies in the CPU's memory."""
+    cpu_kernels.write_kv(cpu_threads(), layer.elements, places.blocks, places.offsets, kv, "auto", layer.scales)
 
 
 def write_kv_by_index(layer_blocks: Tensor, blocks: Tensor, offsets: Tensor, kv: Tensor) -> None:
-    """`write_kv` by torch's own operations, on any device; blocks and offsets [n], int64."""
+    """`write_kv` by torch's own operations, on any device, in floats; blocks and offsets [n], int64."""
     head_dim = kv.shape[-1]
     keys, values = kv.to(layer_blocks.dtype).unbind(1)
-    pairs, singles = _key_views(layer_blocks[:, 0], head_dim)
+    pairs, singles = key_views(layer_blocks[:, 0], head_dim)
     num_paired = 2 * pairs.shape[2]
     pairs[blocks, :, :, offsets] = keys[..., :num_paired].reshape(*keys.shape[:-1], num_paired // 2, 2)
     singles[blocks, :, :, offsets] = keys[..., num_paired:]
     layer_values = layer_blocks[:, 1]
     layer_values.view(*layer_values.shape[:-1], -1, head_dim)[blocks, :, offsets] = values
-
-
-def keys_by_token(rows: Tensor, head_dim: int) -> Tensor:
-    """[..., block_tokens, head_dim] of keys [..., block_tokens * head_dim] as blocks hold them."""
-    pairs, singles = _key_views(rows, head_dim)
-    if not pairs.shape[-3]:
-        return singles.transpose(-2, -1)
-    return torch.cat([pairs.transpose(-3, -2).flatten(-2), singles.transpose(-2, -1)], dim=-1)
-
-
-def _key_views(rows: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Dimensions in pairs [..., m, block_tokens, 2] and by themselves [..., head_dim - 2 * m, block_tokens]."""
-    block_tokens = rows.shape[-1] // head_dim
-    num_pairs = head_dim // 2 if rows.dtype == torch.bfloat16 else 0
-    num_paired = 2 * num_pairs * block_tokens
-    pairs = rows[..., :num_paired].view(*rows.shape[:-1], num_pairs, block_tokens, 2)
-    return pairs, rows[..., num_paired:].view(*rows.shape[:-1], head_dim - 2 * num_pairs, block_tokens)
 
 
 def block_rows(shape_kv_heads: int, block_tables: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -130,17 +130,3 @@ def block_rows(shape_kv_heads: int, block_tables: NDArray[np.int64]) -> NDArray[
     """
     kv_heads = np.arange(2 * shape_kv_heads).reshape(2, 1, shape_kv_heads, 1)
     return block_tables[None, :, None, :] * (2 * shape_kv_heads) + kv_heads
-
-
-def copy_blocks(source: Tensor, source_blocks: Tensor, target: Tensor, target_blocks: Tensor) -> None:
-    """Copies blocks of all layers from one tier to the other; done when it returns."""
-    if not len(source_blocks):
-        return
-    block_bytes = source[:, 0].numel() * source.element_size()
-    step = max(1, _COPY_BYTES // block_bytes)
-    for start in range(0, len(source_blocks), step):
-        staged = source.index_select(1, source_blocks[start : start + step].to(source.device))
-        target.index_copy_(1, target_blocks[start : start + step].to(target.device), staged.to(target.device))
-    if target.is_cuda:
-        # The source is memory of another process's making: it may be reused as soon as this returns.
-        torch.cuda.current_stream(target.device).synchronize()

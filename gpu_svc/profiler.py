@@ -18,7 +18,9 @@ from torch import Tensor
 from gpu_svc.attention import AttentionBackend, DecodeAttention
 from gpu_svc.batch import BatchBuilder
 from gpu_svc.host_tier import CpuWork, HostTier
-from gpu_svc.kv_cache import GpuKvCache, KvPlaces, copy_blocks
+from gpu_svc.kv_cache import GpuKvCache, KvPlaces
+from gpu_svc.kv_layout import KvBlocks
+from gpu_svc.kv_swap import BlockMoves, copy_blocks
 from gpu_svc.limits import Int32Array, Limits
 from gpu_svc.model.decoder import Decoder, Workspace
 from gpu_svc.pipeline import Stage, outputs, run_layers
@@ -73,6 +75,7 @@ class Profiler:
             "weight_dtype": str(decoder.weight_dtype),
             "dtype": str(decoder.dtype),
             "kv_dtype": str(shape.dtype),
+            "host_kv_dtype": str(shape.host_dtype),
             "block_tokens": shape.block_tokens,
             "gpu_blocks": self.cache.num_blocks,
             "host_blocks": self.host.num_blocks if self.host else 0,
@@ -224,16 +227,19 @@ class Profiler:
         sample(self.decoder.logits(hidden), rows)
 
     def _swap_bytes_per_s(self) -> float:
-        """There and back. 0 where there is no second tier."""
+        """There and back, in the host's bytes. 0 where there is no second tier."""
         if self.host is None or not self.cache.num_blocks:
             return 0.0
-        block_bytes = self.cache.shape.block_bytes
+        shape = self.cache.shape
+        block_bytes = shape.host_block_bytes
         num_blocks = min(self.cache.num_blocks, self.host.num_blocks, max(1, _SWAP_BYTES // block_bytes))
-        blocks, gpu, host = torch.arange(num_blocks), self.cache.blocks, self.host.blocks
+        blocks = np.arange(num_blocks, dtype=np.int32)
+        moves = BlockMoves(blocks, blocks, np.full(num_blocks, shape.block_tokens, np.int32))
+        gpu, host = KvBlocks(self.cache.blocks), self.host.blocks
 
         def there_and_back() -> None:
-            copy_blocks(gpu, blocks, host, blocks)
-            copy_blocks(host, blocks, gpu, blocks)
+            copy_blocks(gpu, host, moves, shape.head_dim)
+            copy_blocks(host, gpu, moves, shape.head_dim)
 
         return 2 * num_blocks * block_bytes / self._watch.least_s(there_and_back)
 

@@ -10,19 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpu_svc.block_ownership import BlockOwnership
+from gpu_svc.kv_swap import BlockMoves
 from gpu_svc.limits import Int32Array, InvalidPlanError, Limits
 from gpu_svc.sampling import SamplingRows
 from svc_common.plan import IterationPlan, Mode, NewBlocks, NewSequence, PrefillChunk, SubBatch, Swap, Tier
 
 Slots = NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class BlockMoves:
-    """Blocks of all swaps of one direction: source[i] is copied to target[i]."""
-
-    source: Int32Array
-    target: Int32Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,15 +150,17 @@ class SequenceTable:
         return blocks
 
     def _take_swap_targets(self, swaps: list[tuple[int, Swap]], sources: list[Int32Array]) -> Moves:
-        pairs: dict[Tier, list[tuple[Int32Array, Int32Array]]] = {Tier.GPU: [], Tier.HOST: []}
+        moved: dict[Tier, list[tuple[Int32Array, ...]]] = {Tier.GPU: [], Tier.HOST: []}
         for (slot, swap), source in zip(swaps, sources, strict=True):
             filled = self._filled_blocks(slot)
             if len(swap.blocks) < filled:
                 raise InvalidPlanError(f"sequence {swap.sequence_id} moves {filled} blocks into {len(swap.blocks)}")
             target = np.array(swap.blocks, np.int32)
             self._add_blocks(slot, swap.sequence_id, target)
-            pairs[swap.target].append((source[:filled], target[:filled]))
-        moves = Moves(to_host=_joined(pairs[Tier.HOST]), to_gpu=_joined(pairs[Tier.GPU]))
+            tokens = self.computed_tokens[slot] - np.arange(filled) * self._block_tokens
+            num_tokens = np.minimum(tokens, self._block_tokens).astype(np.int32)
+            moved[swap.target].append((source[:filled], target[:filled], num_tokens))
+        moves = Moves(to_host=_joined(moved[Tier.HOST]), to_gpu=_joined(moved[Tier.GPU]))
         reused = np.intersect1d(moves.to_host.target, moves.to_gpu.source)
         if len(reused):
             raise InvalidPlanError(f"host blocks {reused.tolist()} are written before they are read")
@@ -266,7 +261,7 @@ def _ids(batch: SubBatch) -> tuple[int, ...]:
     return tuple(chunk.sequence_id for chunk in batch.prefills) + batch.gpu_decodes + batch.cpu_decodes
 
 
-def _joined(pairs: list[tuple[Int32Array, Int32Array]]) -> BlockMoves:
-    if not pairs:
-        return BlockMoves(np.zeros(0, np.int32), np.zeros(0, np.int32))
-    return BlockMoves(*(np.concatenate(side) for side in zip(*pairs, strict=True)))
+def _joined(moved: list[tuple[Int32Array, ...]]) -> BlockMoves:
+    if not moved:
+        return BlockMoves(*(np.zeros(0, np.int32) for _ in range(3)))
+    return BlockMoves(*(np.concatenate(part) for part in zip(*moved, strict=True)))

@@ -80,13 +80,16 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             cpu_attention_error=cpu_attention_error,
             cpu_attention_threads=host.num_threads if host else 0,
             tables=tables_to_pb(tables) if tables else None,
+            host_kv_dtype=dtype_name(shape.host_dtype),
+            host_block_bytes=shape.host_block_bytes,
         )
         logger.info(
-            "epoch %d: %d GPU blocks, %d host blocks of %d bytes%s",
+            "epoch %d: %d GPU blocks of %d bytes, %d host blocks of %d bytes%s",
             request.epoch,
             response.gpu_blocks,
-            response.host_blocks,
             shape.block_bytes,
+            response.host_blocks,
+            shape.host_block_bytes,
             f"; no CPU attention: {cpu_attention_error}" if cpu_attention_error else "",
         )
         return response

@@ -21,7 +21,7 @@ from neoflex.client import Client
 from neoflex.logs import last_lines
 from neoflex.placement import AddressInUseError, place, socket_fits, to_toml
 from neoflex.processes import EventSink, RestartPolicy, ServiceCommand, SupervisedProcess
-from neoflex.types import ServerInfo
+from neoflex.types import ModelInfo, ServerInfo
 from svc_common.config import Config
 
 PLANNER = "planner_svc"
@@ -126,6 +126,10 @@ class LocalStack:
     def server_info(self) -> ServerInfo:
         with Client(self.address) as client:
             return client.server_info()
+
+    def model_info(self) -> ModelInfo:
+        with Client(self.address) as client:
+            return client.model_info()
 
     def stop(self, drain_s: float = DRAIN_S) -> None:
         """Lets running requests end, then ends the services: the planner first, for it drains. Never raises."""

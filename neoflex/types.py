@@ -119,6 +119,8 @@ class ModelInfo:
     num_parameters: int
     compute_dtype: str
     kv_dtype: str
+    """On the GPU."""
+    host_kv_dtype: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +159,8 @@ class ServerInfo:
     device: str
     block_tokens: int
     block_bytes: int
-    """Bytes of a KV block over all layers."""
+    """Bytes of a KV block over all layers on the GPU."""
+    host_block_bytes: int
     gpu_blocks: int
     host_blocks: int
     """0 while no CPU attention service is attached."""

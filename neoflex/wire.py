@@ -144,6 +144,7 @@ def model_info(response: pb.GetModelInfoResponse) -> ModelInfo:
         num_parameters=response.num_parameters,
         compute_dtype=response.compute_dtype,
         kv_dtype=response.kv_dtype,
+        host_kv_dtype=response.host_kv_dtype,
     )
 
 
@@ -154,6 +155,7 @@ def server_info(response: pb.GetServerInfoResponse) -> ServerInfo:
         device=response.device,
         block_tokens=response.block_tokens,
         block_bytes=response.block_bytes,
+        host_block_bytes=response.host_block_bytes,
         gpu_blocks=response.gpu_blocks,
         host_blocks=response.host_blocks,
         cpu_attention_threads=response.cpu_attention_threads,

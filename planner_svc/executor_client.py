@@ -45,7 +45,11 @@ class Placement:
     device: str
     compute_dtype: str
     kv_dtype: str
+    """On the GPU."""
     block_bytes: int
+    """On the GPU."""
+    host_kv_dtype: str
+    host_block_bytes: int
     gpu_blocks: int
     host_blocks: int
     """0 where no CPU attention service is attached."""
@@ -90,6 +94,8 @@ class ExecutorClient:
             compute_dtype=opened.compute_dtype,
             kv_dtype=opened.kv_dtype,
             block_bytes=opened.block_bytes,
+            host_kv_dtype=opened.host_kv_dtype,
+            host_block_bytes=opened.host_block_bytes,
             gpu_blocks=opened.gpu_blocks,
             host_blocks=opened.host_blocks,
             cpu_attention_error=opened.cpu_attention_error,

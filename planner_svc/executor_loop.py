@@ -133,15 +133,17 @@ class ExecutorLoop:
             max_sequences=self._limits.max_sequences,
             max_batch_tokens=self._limits.max_batch_tokens,
             max_sequence_tokens=self._limits.max_sequence_tokens,
-            block_bytes=placement.block_bytes,
+            block_bytes=placement.host_block_bytes,
         )
         self.placement = placement
         logger.info(
-            "epoch %d: %s, %s, KV %s, %d GPU blocks, %d host blocks of %d tokens, %d CPU attention threads%s",
+            "epoch %d: %s, %s, KV %s, on the host %s, %d GPU blocks, %d host blocks of %d tokens, "
+            "%d CPU attention threads%s",
             self._epoch,
             placement.device,
             placement.compute_dtype,
             placement.kv_dtype,
+            placement.host_kv_dtype,
             placement.gpu_blocks,
             placement.host_blocks,
             self._block_tokens,

@@ -99,6 +99,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             num_parameters=spec.num_parameters,
             compute_dtype=placement.compute_dtype,
             kv_dtype=placement.kv_dtype,
+            host_kv_dtype=placement.host_kv_dtype,
         )
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.GetServerInfoResponse:
@@ -111,6 +112,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         if placement := self._placement():
             response.device = placement.device
             response.block_bytes = placement.block_bytes
+            response.host_block_bytes = placement.host_block_bytes
             response.gpu_blocks = placement.gpu_blocks
             response.host_blocks = placement.host_blocks
             response.cpu_attention_threads = placement.cpu_attention_threads

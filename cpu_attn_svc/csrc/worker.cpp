@@ -52,8 +52,8 @@ IterationTimes Worker::run(const std::vector<SubBatch>& sub_batches, bool trace)
             wait_for_submit(batch, layer);
             const auto submitted = Clock::now();
             std::byte* slot = region_.slot(batch.slot);
-            attention_.run(plans[i], {region_.pool_layer(layer), slot + at.slot_q, q_stride, slot + at.slot_k,
-                                      slot + at.slot_v, slot + at.slot_out, q_stride});
+            attention_.run(plans[i], {region_.pool_layer(layer), region_.scales_layer(layer), slot + at.slot_q, q_stride,
+                                      slot + at.slot_k, slot + at.slot_v, slot + at.slot_out, q_stride});
             const auto completed = Clock::now();
             region_.control().completed[batch.slot].ring(batch.first_submit + layer + 1);
             times.wait_ns += to_ns(submitted - start);

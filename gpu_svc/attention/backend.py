@@ -1,7 +1,7 @@
 """What the pipeline asks of an attention backend: prepare once per iteration, run once per layer.
 
-Shapes: q and out are [n, num_q_heads, head_dim] in the compute type; `layer_blocks` is one layer of a KV cache,
-[num_blocks, 2, num_kv_heads, block_tokens * head_dim] in the KV type. `out` is written; nothing else is.
+Shapes: q and out are [n, num_q_heads, head_dim] in the compute type; `layer_blocks` is one layer of the device's
+KV cache, [num_blocks, 2, num_kv_heads, block_tokens * head_dim] in the KV type. `out` is written; nothing else is.
 """
 
 from typing import Protocol
@@ -9,6 +9,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+
+from gpu_svc.kv_layout import KvBlocks
 
 
 class DecodeAttention(Protocol):
@@ -24,8 +26,11 @@ class PrefillAttention(Protocol):
         """All tokens up to the chunk's end lie in blocks of the device's cache."""
         ...
 
-    def run_on_host(self, q: Tensor, layer_blocks: Tensor, kv: Tensor, out: Tensor) -> None:
-        """They lie in blocks of the host pool; the chunk's own are also `kv` [n, 2, num_kv_heads, head_dim]."""
+    def run_on_host(self, q: Tensor, layer: KvBlocks, kv: Tensor, out: Tensor) -> None:
+        """They lie in blocks of the host pool, of which this is a layer.
+
+        The chunk's own are also `kv` [n, 2, num_kv_heads, head_dim].
+        """
         ...
 
 

@@ -8,7 +8,8 @@ import torch.nn.functional as F  # noqa: N812
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpu_svc.kv_cache import block_rows, keys_by_token
+from gpu_svc.kv_cache import block_rows
+from gpu_svc.kv_layout import KvBlocks, by_token, keys_by_token
 from svc_common.model.spec import ModelSpec
 
 # K and V gathered for one call. On a CPU a group's gather should still be in cache when it is read.
@@ -170,16 +171,18 @@ class _TorchPrefill:
         num_keys = self.start + self.num_tokens - self.first_token
         self._attend(q, k[:, :num_keys], v[:, :num_keys], out)
 
-    def run_on_host(self, q: Tensor, layer_blocks: Tensor, kv: Tensor, out: Tensor) -> None:
+    def run_on_host(self, q: Tensor, layer: KvBlocks, kv: Tensor, out: Tensor) -> None:
         """Only the past is fetched from the host."""
         num_past = max(self.start - self.first_token, 0)
-        block_tokens = layer_blocks.shape[-1] // self.spec.head_dim
-        past_table = self.table[:, : -(-num_past // block_tokens)]
-        rows = torch.from_numpy(block_rows(self.spec.num_kv_heads, past_table).reshape(-1))
-        past = self._by_token(layer_blocks.flatten(0, 2).index_select(0, rows).to(q.device))
-        # Rounded to the KV type like the past, so that cutting a prompt elsewhere changes nothing.
-        own = kv.permute(1, 2, 0, 3).to(layer_blocks.dtype)
-        k, v = (torch.cat([p[:, :num_past], o], dim=1) for p, o in zip(past, own, strict=True))
+        block_tokens = layer.elements.shape[-1] // self.spec.head_dim
+        past_blocks = torch.from_numpy(self.table[0, : -(-num_past // block_tokens)])
+        fetched = by_token(layer.select(0, past_blocks).to(q.device), self.spec.head_dim)
+        past = fetched.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :num_past]  # [2, num_kv_heads, tokens, head_dim]
+        own = kv.permute(1, 2, 0, 3)
+        if layer.scales is None:
+            # Rounded to the KV type like the past, so that cutting a prompt elsewhere changes nothing.
+            own = own.to(layer.elements.dtype)
+        k, v = torch.cat([past.to(q.dtype), own.to(q.dtype)], dim=2)
         self._attend(q, k, v, out)
 
     def _by_token(self, rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from neoflex.cli.arguments import check_prompt
-from neoflex.cli.output import counter_rows, err, explain_device, out, size, starting
+from neoflex.cli.output import counter_rows, describe_kv, err, explain_device, out, starting
 from neoflex.cli.own_stack import own_stack_config
 from neoflex.client import Client
 from neoflex.supervisor import LocalStack, StackError
@@ -62,10 +62,10 @@ def _serve_once(config: Config, directory: Path, prompt: str, concurrency: int, 
             stack.wait_ready()
         pids = stack.pids
         info = stack.server_info()
-        gpu, host = (size(blocks * info.block_bytes) for blocks in (info.gpu_blocks, info.host_blocks))
+        kv = describe_kv(info, stack.model_info())
         names = ", ".join(f"{name} ({pid})" for name, pid in pids.items())
         err.print(f"ready after {time.monotonic() - started:.1f} s: {names}")
-        err.print(f"device {info.device}, KV {gpu} on the GPU and {host} on the host, mode {config.planner.mode}")
+        err.print(f"device {info.device}, {kv}, mode {config.planner.mode}")
         explain_device(info.device)
         err.print(f"{concurrency - 1} more requests run beside this one, to give both processors work\n")
         measured = _drive(stack, prompt, concurrency, max_tokens)

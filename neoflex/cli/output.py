@@ -9,7 +9,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.status import Status
 from rich.text import Text
 
-from neoflex.types import Counters, Usage
+from neoflex.types import Counters, ModelInfo, ServerInfo, Usage
 from svc_common.model import fetch
 from svc_common.model.store import ModelFiles
 
@@ -46,6 +46,12 @@ def size(num_bytes: float) -> str:
             return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:.1f} {_UNITS[-1]}"
+
+
+def describe_kv(server: ServerInfo, model: ModelInfo) -> str:
+    """How much KV each tier holds, and in which type."""
+    gpu, host = size(server.gpu_blocks * server.block_bytes), size(server.host_blocks * server.host_block_bytes)
+    return f"KV {gpu} in {model.kv_dtype} on the GPU and {host} in {model.host_kv_dtype} on the host"
 
 
 def describe_usage(usage: Usage) -> str:

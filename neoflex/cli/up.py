@@ -15,7 +15,7 @@ import typer
 from pydantic import ByteSize
 from rich.text import Text
 
-from neoflex.cli.output import STARTING, err, explain_device, size, starting
+from neoflex.cli.output import STARTING, describe_kv, err, explain_device, size, starting
 from neoflex.logs import LogFollower
 from neoflex.supervisor import REQUESTS_END_S, LocalStack
 from svc_common.config import (
@@ -37,6 +37,7 @@ _COLOURS = {"planner_svc": "cyan", "gpu_svc": "green", "cpu_attn_svc": "yellow"}
 # By what name the user gave the value of a key.
 _TYPED = {
     ("kv", "dtype"): "--kv-dtype",
+    ("kv", "host_dtype"): "--host-kv-dtype",
     ("planner", "mode"): "--mode",
     ("planner", "max_batch_tokens"): "--max-batch-tokens",
     ("planner", "max_sequence_tokens"): "--max-sequence-tokens",
@@ -90,6 +91,9 @@ def up(
         str | None, _setting(CpuAttnConfig, "kv_bytes", "Host KV pool; 0 runs without cpu_attn_svc.")
     ] = None,
     kv_dtype: Annotated[str | None, _setting(KvConfig, "dtype", f"Type of keys and values: {_DTYPES}.")] = None,
+    host_kv_dtype: Annotated[
+        str | None, _setting(KvConfig, "host_dtype", f"The same on the host: {_DTYPES}, int8; auto: as on the GPU.")
+    ] = None,
     device: Annotated[str | None, _setting(GpuConfig, "device", "auto, cuda or cpu.")] = None,
     dtype: Annotated[str | None, _setting(GpuConfig, "dtype", f"Type to compute in: {_DTYPES}.")] = None,
     port: Annotated[int | None, _PORT] = None,
@@ -112,6 +116,7 @@ def up(
     options: dict[tuple[str, str], object] = {
         ("model", "source"): model,
         ("kv", "dtype"): kv_dtype,
+        ("kv", "host_dtype"): host_kv_dtype,
         ("planner", "mode"): mode,
         ("planner", "listen"): None if port is None else f"127.0.0.1:{port}",
         ("planner", "max_batch_tokens"): max_batch_tokens,
@@ -225,9 +230,9 @@ def _print_logs(follower: LogFollower) -> None:
 
 def _print_ready(stack: LocalStack, start_s: float) -> None:
     info = stack.server_info()
-    gpu, host = (size(blocks * info.block_bytes) for blocks in (info.gpu_blocks, info.host_blocks))
+    kv = describe_kv(info, stack.model_info())
     err.print(f"[bold green]ready[/] on [bold]{stack.address}[/] after {start_s:.1f} s: {stack.config.model.name}")
-    err.print(f"  device {info.device}, KV {gpu} on the GPU and {host} on the host, mode {stack.config.planner.mode}")
+    err.print(f"  device {info.device}, {kv}, mode {stack.config.planner.mode}")
     explain_device(info.device, indent=2)
     err.print(f"  logs in {stack.run_dir}", markup=False)
     err.print(f"  try: neoflex generate --address {stack.address} 'Hello!'", markup=False)

@@ -23,7 +23,7 @@ class Capacity:
     max_sequence_tokens: int
     """Prompt and answer together."""
     block_bytes: int
-    """Of one block over all layers: what swapping it costs."""
+    """Of one block over all layers on the host: what moves when it is swapped."""
 
     def blocks(self, tier: Tier) -> int:
         """Blocks of a tier, used or not."""

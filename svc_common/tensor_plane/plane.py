@@ -40,6 +40,8 @@ class TensorPlane:
 
     pool: Array
     """[num_layers, num_blocks, 2 (K, V), num_kv_heads, block_tokens * head_dim], see csrc/layout.h; bf16 as uint16."""
+    scales: Array | None
+    """[num_layers, num_blocks, 2 (K, V), num_kv_heads], fp32, of a pool in int8."""
     num_blocks: int
 
     def __init__(self, region: _plane.Region, socket: zmq.Socket[bytes], shape: RegionShape) -> None:
@@ -56,6 +58,9 @@ class TensorPlane:
             numpy_dtype(shape.kv_dtype),
             (shape.num_layers, region.num_blocks, 2, shape.num_kv_heads, shape.block_tokens * shape.head_dim),
         )
+        self.scales = None
+        if shape.kv_dtype == "int8":
+            self.scales = _view(memory, region.scales_offset, np.dtype(np.float32), self.pool.shape[:-1])
         self._slots = [_slot_views(memory, region.slot_offsets(slot), shape) for slot in range(_plane.NUM_SLOTS)]
 
     @classmethod

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from svc_common.tensor_plane import _plane
 
-_NUMPY_DTYPES: dict[str, npt.DTypeLike] = {"fp32": np.float32, "fp16": np.float16, "bf16": np.uint16}
+_NUMPY_DTYPES: dict[str, npt.DTypeLike] = {"fp32": np.float32, "fp16": np.float16, "bf16": np.uint16, "int8": np.int8}
 
 
 def numpy_dtype(name: str) -> np.dtype[np.generic]:
@@ -27,9 +27,9 @@ class RegionShape:
     """At most 256."""
     block_tokens: int
     kv_dtype: str
-    """Type of the pool: "fp32", "bf16" or "fp16"."""
+    """Type of the pool: "fp32", "bf16", "fp16" or "int8"."""
     exchange_dtype: str
-    """Type of q, k, v and out in the exchange slots."""
+    """Type of q, k, v and out in the exchange slots; not "int8"."""
     max_sequences: int
     """Most decodes in one sub-batch."""
     softmax_scale: float
@@ -39,9 +39,10 @@ class RegionShape:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers."""
-        tokens = self.num_layers * 2 * self.num_kv_heads * self.block_tokens
-        return tokens * self.head_dim * numpy_dtype(self.kv_dtype).itemsize
+        """Bytes of one block over all layers, scales included."""
+        heads = self.num_layers * 2 * self.num_kv_heads
+        num_scales = heads if self.kv_dtype == "int8" else 0
+        return heads * self.block_tokens * self.head_dim * numpy_dtype(self.kv_dtype).itemsize + 4 * num_scales
 
     def to_native(self) -> _plane.Shape:
         """Raises PlaneError where the shape is impossible."""

@@ -33,13 +33,16 @@ void store(DType dtype, std::byte* to, std::size_t index, float value) {
 }
 
 float rounded(DType dtype, float value) {
+    if (dtype == DType::int8) return value;  // Rounded beside others, so only nearly so.
     std::byte bytes[4];
     store(dtype, bytes, 0, value);
     return load(dtype, bytes, 0);
 }
 
-// Of an output of about 1, by the type it is rounded to.
+// Of an output of about 1, by the type it is rounded to. In int8, keys and values of up to 4 or so are off by some
+// hundredths.
 double tolerance(const Shape& shape) {
+    if (shape.kv_dtype == DType::int8) return 0.25;
     if (shape.exchange_dtype == DType::bf16) return 2e-2;
     return shape.exchange_dtype == DType::fp16 || shape.kv_dtype != DType::fp32 ? 2e-3 : 2e-5;
 }
@@ -49,12 +52,13 @@ class Rig {
   public:
     Rig(const Shape& shape, const Kernel& kernel, int num_threads, std::int32_t num_blocks)
         : owner_(Region::create(directory_.path("region"), 1, shape,
-                                num_blocks * shape.num_layers * shape.layer_block_bytes(), {})),
+                                num_blocks * shape.block_bytes(), {})),
           region_(Region::attach(directory_.path("region"), 1, shape)),
           threads_(num_threads),
           worker_(*owner_, kernel, threads_),
           exchange_(*region_) {
         std::memset(owner_->pool_layer(0), 0xff, owner_->layout().pool_bytes);
+        if (shape.kv_dtype == DType::int8) std::memset(owner_->scales_layer(0), 0xff, owner_->layout().scales_bytes);
     }
 
     Worker& worker() { return worker_; }
@@ -178,8 +182,8 @@ void grow(const Shape& shape, const Kernel& kernel, int num_threads, int num_seq
 void test_random_shapes(const Kernel& kernel) {
     std::mt19937 random(11);
     auto between = [&](int least, int most) { return least + static_cast<int>(random() % (most - least + 1)); };
-    constexpr DType dtypes[] = {DType::fp32, DType::fp16, DType::bf16};
-    for (int i = 0; i < 18; ++i) {
+    constexpr DType dtypes[] = {DType::fp32, DType::fp16, DType::bf16, DType::int8};
+    for (int i = 0; i < 24; ++i) {
         const int num_kv_heads = between(1, 3);
         const int head_dim = between(1, 4) == 1 ? between(1, 256) : 16 * between(1, 8);
         const Shape shape{between(1, 2),
@@ -187,8 +191,8 @@ void test_random_shapes(const Kernel& kernel) {
                           num_kv_heads,
                           head_dim,
                           between(1, 20),
-                          dtypes[i % 3],
-                          dtypes[i / 3 % 3],
+                          dtypes[i % 4],
+                          dtypes[i / 4 % 3],
                           3,
                           1.0f / std::sqrt(static_cast<float>(head_dim)),
                           i % 4 == 3 ? between(1, 9) : 0};
@@ -198,7 +202,9 @@ void test_random_shapes(const Kernel& kernel) {
 
 // Long enough that heads are cut into spans and merged, by more threads than pieces at times.
 void test_spans_and_threads(const Kernel& kernel) {
-    const Shape shape{1, 6, 2, 64, 16, DType::fp32, DType::fp32, 2, 0.125f, 0};
+    Shape shape{1, 6, 2, 64, 16, DType::fp32, DType::fp32, 2, 0.125f, 0};
+    grow(shape, kernel, 3, 2, 420);
+    shape.kv_dtype = DType::int8;
     grow(shape, kernel, 3, 2, 420);
 }
 

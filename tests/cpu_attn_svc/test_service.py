@@ -30,6 +30,8 @@ def violated_fields(error: grpc.RpcError) -> list[str]:
         {},
         {"kv_dtype": "bf16", "exchange_dtype": "bf16"},
         {"kv_dtype": "fp16", "sliding_window": 7},
+        {"kv_dtype": "int8"},
+        {"kv_dtype": "int8", "exchange_dtype": "bf16", "block_tokens": 5, "sliding_window": 7},
         {"num_q_heads": 16, "num_kv_heads": 1, "head_dim": 80, "block_tokens": 5, "exchange_dtype": "fp16"},
     ],
 )

@@ -17,12 +17,15 @@ import torch
 from support.gpu import BLOCK_TOKENS, LIMITS, Driver, save_checkpoint
 from support.reference import Reference
 
+from gpu_svc.attention import CpuAttention as CpuBackend
+from gpu_svc.attention import TorchAttention, make_backend
 from gpu_svc.cpu_attention_client import attach_host_tier, region_shape
 from gpu_svc.executor import Executor
 from gpu_svc.host_tier import HostTier
 from gpu_svc.kv_cache import KvShape
 from gpu_svc.limits import Limits
 from gpu_svc.model.decoder import Decoder
+from svc_common.model.spec import ModelSpec
 from svc_common.model.store import ModelFiles, resolve
 
 MakeDriver = Callable[..., Driver]
@@ -46,8 +49,9 @@ def make_driver() -> Iterator[MakeDriver]:
         block_tokens: int = BLOCK_TOKENS,
         limits: Limits = LIMITS,
         kv_dtype: torch.dtype | None = None,
+        host_kv_dtype: torch.dtype | None = None,
     ) -> Driver:
-        shape = KvShape.of(decoder.spec, block_tokens, kv_dtype or decoder.dtype)
+        shape = KvShape.of(decoder.spec, block_tokens, kv_dtype or decoder.dtype, host_kv_dtype)
         host = cpu_attention.attach(decoder, shape, limits) if cpu_attention else None
         driver = Driver(Executor(decoder, shape, num_gpu_blocks * shape.block_bytes), host, limits)
         made.append(driver)
@@ -56,6 +60,18 @@ def make_driver() -> Iterator[MakeDriver]:
     yield make
     for driver in made:
         driver.executor.close_epoch()
+
+
+@pytest.fixture(params=["cpu", "torch"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels, as on device cpu, and torch's own operations, as on a GPU."""
+
+    def make_torch(spec: ModelSpec, shape: KvShape, dtype: torch.dtype, device: torch.device) -> TorchAttention:
+        assert isinstance(make_backend(spec, shape, dtype, device), CpuBackend)
+        return TorchAttention(spec, shape.block_tokens, dtype, device)
+
+    if request.param == "torch":
+        monkeypatch.setattr("gpu_svc.epoch.make_backend", make_torch)
 
 
 @pytest.fixture(scope="session")
@@ -100,18 +116,18 @@ class CpuAttention:
 
 
 @pytest.fixture(scope="session")
-def start_cpu_attention() -> Iterator[Callable[[], CpuAttention]]:
-    """Starts processes with a pool of 4 MiB; all are ended with the session."""
+def start_cpu_attention() -> Iterator[Callable[..., CpuAttention]]:
+    """Starts processes with a pool of some size; all are ended with the session."""
     started: list[CpuAttention] = []
     with tempfile.TemporaryDirectory(prefix="nfx-") as directory:
 
-        def start() -> CpuAttention:
+        def start(pool: str = "4MiB") -> CpuAttention:
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
                 address = f"127.0.0.1:{free.getsockname()[1]}"
             config = Path(directory) / f"{len(started)}.toml"
             config.write_text(
-                f'[cpu_attn]\nlisten = "{address}"\nkv_bytes = "4MiB"\nnum_threads = 1\nsegment_dir = "{directory}"\n'
+                f'[cpu_attn]\nlisten = "{address}"\nkv_bytes = "{pool}"\nnum_threads = 1\nsegment_dir = "{directory}"\n'
             )
             process = subprocess.Popen([sys.executable, "-m", "cpu_attn_svc", "--config", str(config)])
             started.append(CpuAttention(process, address))

@@ -11,7 +11,8 @@ from torch import Tensor
 from gpu_svc.attention import AttentionBackend, CpuAttention, TorchAttention
 from gpu_svc.attention.torch_backend import _cut
 from gpu_svc.dtypes import DTYPES
-from gpu_svc.kv_cache import KvShape
+from gpu_svc.kv_cache import KvPlaces, KvShape, write_kv
+from gpu_svc.kv_layout import KvBlocks
 from svc_common.model.spec import ModelSpec, RopeSpec
 
 HEAD_DIM = 16
@@ -120,9 +121,41 @@ def test_prefill(
         attention = backend.prefill(start, num_tokens, tables[0])
         out, on_host = torch.full(q.shape, float("nan")), torch.full(q.shape, float("nan"))
         attention.run(q, blocks, out)
-        attention.run_on_host(q, blocks, kv[:, start:].transpose(0, 1), on_host)
+        attention.run_on_host(q, KvBlocks(blocks), kv[:, start:].transpose(0, 1), on_host)
         torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(on_host.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    start=st.integers(0, 70),
+    num_tokens=st.integers(1, 40),
+    heads=st.sampled_from([(4, 4), (6, 2), (9, 3)]),
+    block_tokens=st.sampled_from([1, 4, 16]),
+    window=st.sampled_from([None, 1, 7, 64]),
+)
+def test_prefill_over_a_host_pool_in_int8(
+    start: int, num_tokens: int, heads: tuple[int, int], block_tokens: int, window: int | None
+) -> None:
+    """The device's own cache is in fp32. Errors stay within int8's, about 1 % of the largest number here."""
+    torch.manual_seed(0)
+    num_q_heads, num_kv_heads = heads
+    end = start + num_tokens
+    kv = torch.randn(end, 2, num_kv_heads, HEAD_DIM)
+    table = np.random.default_rng(0).permutation(-(-end // block_tokens)).astype(np.int32)
+    elements = torch.full((len(table), 2, num_kv_heads, block_tokens * HEAD_DIM), 77, dtype=torch.int8)
+    layer = KvBlocks(elements, torch.full(elements.shape[:-1], float("nan")))
+    positions = np.arange(end)
+    write_kv(layer, KvPlaces.on(CPU, table[positions // block_tokens], positions % block_tokens), kv)
+    q = torch.randn(num_tokens, num_q_heads, HEAD_DIM)
+    expected = plain(q, *kv.unbind(1), torch.arange(start, end), window)
+    model = spec(num_q_heads, num_kv_heads, window)
+    shape = KvShape.of(model, block_tokens, torch.float32, torch.int8)
+    cpu = CpuAttention(model, shape, torch.float32)
+    for backend in (cpu, TorchAttention(model, block_tokens, torch.float32, CPU)):
+        out = torch.full(q.shape, float("nan"))
+        backend.prefill(start, num_tokens, table).run_on_host(q, layer, kv[start:], out)
+        torch.testing.assert_close(out.double(), expected, rtol=0, atol=0.05)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from support.cpu_attention import from_blocks
 
 from gpu_svc.dtypes import DTYPES
-from gpu_svc.kv_cache import KvPlaces, keys_by_token, write_kv, write_kv_by_index
+from gpu_svc.kv_cache import KvPlaces, write_kv, write_kv_by_index
+from gpu_svc.kv_layout import KvBlocks, keys_by_token
 from svc_common.cpu_kernels import ThreadPool
 from svc_common.cpu_kernels import write_kv as write_kv_natively
 from svc_common.tensor_plane import PlaneError
@@ -35,7 +36,7 @@ def test_both_ways_store_the_same(
     places = torch.randperm(NUM_BLOCKS * block_tokens)[:num_tokens]
     blocks, offsets = places // block_tokens, places % block_tokens
     layers = torch.full((2, NUM_BLOCKS, 2, num_kv_heads, block_tokens * head_dim), 7.0, dtype=DTYPES[kv_dtype])
-    write_kv(layers[0], KvPlaces.on(torch.device("cpu"), blocks.numpy(), offsets.numpy()), kv)
+    write_kv(KvBlocks(layers[0]), KvPlaces.on(torch.device("cpu"), blocks.numpy(), offsets.numpy()), kv)
     write_kv_by_index(layers[1], blocks, offsets, kv)
     want = np.full((NUM_BLOCKS, 2, num_kv_heads, block_tokens, head_dim), 7.0)
     want[blocks.numpy(), :, :, offsets.numpy()] = kv.to(DTYPES[kv_dtype]).double().numpy()

@@ -13,7 +13,7 @@ from gpu_svc.__main__ import check_kv_sizes
 from svc_common.config import ConfigError, parse
 from svc_common.model.store import ModelFiles
 
-BLOCK_BYTES = 1000
+BLOCK_BYTES, HOST_BLOCK_BYTES = 1000, 600
 MEMORY_BYTES = 1_000_000
 
 
@@ -21,7 +21,7 @@ MEMORY_BYTES = 1_000_000
     ("gpu_kv_bytes", "host_kv_bytes", "complaint"),
     [
         (999, 0, "gpu.kv_bytes is 999 bytes, a KV block of kv.block_tokens = 16 tokens takes 1000"),
-        (1000, 999, "cpu_attn.kv_bytes is 999 bytes, a KV block"),
+        (1000, 599, "cpu_attn.kv_bytes is 599 bytes, a KV block of kv.block_tokens = 16 tokens takes 600"),
         (1_000_001, 0, "gpu.kv_bytes is 1000001 bytes, there are 1000000 bytes of memory"),
     ],
 )
@@ -30,13 +30,13 @@ def test_a_tier_that_holds_no_block_or_exceeds_the_device(
 ) -> None:
     config = parse({"gpu": {"kv_bytes": gpu_kv_bytes}, "cpu_attn": {"kv_bytes": host_kv_bytes}}, "test")
     with pytest.raises(ConfigError, match=re.escape(complaint)):
-        check_kv_sizes(config, BLOCK_BYTES, MEMORY_BYTES)
+        check_kv_sizes(config, BLOCK_BYTES, HOST_BLOCK_BYTES, MEMORY_BYTES)
 
 
-@pytest.mark.parametrize(("gpu_kv_bytes", "host_kv_bytes"), [(0, 1000), (1000, 0), (1_000_000, 10**12)])
+@pytest.mark.parametrize(("gpu_kv_bytes", "host_kv_bytes"), [(0, 600), (1000, 0), (1_000_000, 10**12)])
 def test_tiers_that_can_be_had(gpu_kv_bytes: int, host_kv_bytes: int) -> None:
     config = parse({"gpu": {"kv_bytes": gpu_kv_bytes}, "cpu_attn": {"kv_bytes": host_kv_bytes}}, "test")
-    check_kv_sizes(config, BLOCK_BYTES, MEMORY_BYTES)
+    check_kv_sizes(config, BLOCK_BYTES, HOST_BLOCK_BYTES, MEMORY_BYTES)
 
 
 def test_an_address_that_cannot_be_had_is_said(checkpoint: Callable[[str], ModelFiles], tmp_path: Path) -> None:

@@ -9,9 +9,6 @@ import torch
 from support.gpu import BLOCK_TOKENS, Driver, load_decoder, load_torch_decoder
 from support.reference import Reference, Verdict
 
-from gpu_svc.attention import CpuAttention, TorchAttention, make_backend
-from gpu_svc.kv_cache import KvShape
-from svc_common.model.spec import ModelSpec
 from svc_common.model.store import ModelFiles
 from svc_common.plan import ExecutionError, NewSequence, PrefillChunk, SubBatch, Swap, Tier
 
@@ -28,18 +25,6 @@ def assert_reference_tokens(reference: Reference, driver: Driver, prompts: dict[
     for sequence_id, prompt in prompts.items():
         reference.judge(prompt, driver.tokens[sequence_id], verdict, str(sequence_id))
     assert not verdict.mismatches, str(verdict)
-
-
-@pytest.fixture(params=["cpu", "torch"])
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels, as on device cpu, and torch's own operations, as on a GPU."""
-
-    def make_torch(spec: ModelSpec, shape: KvShape, dtype: torch.dtype, device: torch.device) -> TorchAttention:
-        assert isinstance(make_backend(spec, shape, dtype, device), CpuAttention)
-        return TorchAttention(spec, shape.block_tokens, dtype, device)
-
-    if request.param == "torch":
-        monkeypatch.setattr("gpu_svc.epoch.make_backend", make_torch)
 
 
 @pytest.mark.usefixtures("backend")
@@ -59,7 +44,7 @@ def test_everything_on_the_host(
     assert last.timings.cpu_attention_ns > 0
     assert 0 < last.timings.cpu_wait_ns < last.timings.total_ns
     swapped_out = sum(result.swapped_out_bytes for result in driver.results)
-    assert swapped_out == sum(map(len, PROMPTS.values())) * driver.executor.kv_shape.token_bytes
+    assert swapped_out == sum(map(len, PROMPTS.values())) * driver.executor.kv_shape.host_token_bytes
     assert_reference_tokens(reference(variant), driver)
 
 
@@ -204,7 +189,7 @@ def test_sixteen_bit_compute_runs_over_the_plane(
     assert epoch is not None
     assert epoch.host is not None
     gpu, host = (epoch.table.block_tables[epoch.table.slot_of[i], 0] for i in (1, 2))
-    torch.testing.assert_close(epoch.cache.blocks[:, gpu], epoch.host.blocks[:, host], rtol=0, atol=0)
+    torch.testing.assert_close(epoch.cache.blocks[:, gpu], epoch.host.blocks.elements[:, host], rtol=0, atol=0)
 
 
 def test_a_killed_service_ends_the_epoch(

@@ -37,11 +37,11 @@ NOWHERE = "127.0.0.1:1"
 
 @asynccontextmanager
 async def serve(
-    files: ModelFiles, cpu_attention_address: str | None = None
+    files: ModelFiles, cpu_attention_address: str | None = None, host_kv_dtype: torch.dtype | None = None
 ) -> AsyncIterator[executor_pb2_grpc.ExecutorServiceStub]:
     """A stub of a server in this process, with 40 GPU blocks."""
     decoder = load_decoder(files)
-    shape = KvShape.of(decoder.spec, BLOCK_TOKENS, decoder.dtype)
+    shape = KvShape.of(decoder.spec, BLOCK_TOKENS, decoder.dtype, host_kv_dtype)
     executor = Executor(decoder, shape, 40 * shape.block_bytes)
     with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as thread:
         server = GrpcServer("127.0.0.1:0", ["neoflex.v1.ExecutorService"])
@@ -93,7 +93,8 @@ async def test_plans_run_in_order_and_tokens_are_the_reference(
         opened = await stub.OpenEpoch(open_epoch(3))
         assert (opened.device, opened.compute_dtype, opened.kv_dtype) == ("cpu", "fp32", "fp32")
         assert (opened.gpu_blocks, opened.host_blocks, opened.cpu_attention_error) == (40, 0, "")
-        assert opened.block_bytes == 3 * 2 * 2 * BLOCK_TOKENS * 8 * 4
+        assert opened.block_bytes == opened.host_block_bytes == 3 * 2 * 2 * BLOCK_TOKENS * 8 * 4
+        assert opened.host_kv_dtype == "fp32"
         assert not opened.HasField("tables")
         results = await execute(stub, first_plan(3, pb.TIER_GPU), *(plan(3, i, decode) for i in range(2, 9)))
         status = await stub.GetExecutorStatus(pb.GetExecutorStatusRequest())
@@ -136,6 +137,28 @@ async def test_host_tier_over_the_wire(
     assert results[-1].cpu_attended_tokens == len(PROMPT) + 4
     assert results[0].swapped_out_bytes == len(PROMPT) * opened.block_bytes // BLOCK_TOKENS
     assert (status.host_blocks_used, status.cpu_attention_attached) == (10, True)
+
+
+async def test_a_host_tier_in_int8_over_the_wire(checkpoint: GetFiles, cpu_attention: Any) -> None:
+    """Both tiers' types and sizes, tables measured over it, and bytes that move counted as the host's."""
+    cpu_attention.epoch += 1
+    epoch = cpu_attention.epoch
+    decode = pb.SubBatch(cpu_decode_sequence_ids=[5])
+    async with serve(checkpoint("llama"), cpu_attention.address, torch.int8) as stub:
+        opened = await stub.OpenEpoch(open_epoch(epoch, profile=True))
+        assert (opened.kv_dtype, opened.host_kv_dtype) == ("fp32", "int8")
+        heads = 3 * 2 * 2
+        assert (opened.block_bytes, opened.host_block_bytes) == (
+            heads * BLOCK_TOKENS * 8 * 4,
+            heads * (BLOCK_TOKENS * 8 + 4),
+        )
+        assert (opened.gpu_blocks, opened.host_blocks) == (40, 4 * 2**20 // opened.host_block_bytes)
+        check_tables(opened.tables)
+        moved = pb.Swap(sequence_id=5, target=pb.TIER_HOST, blocks=range(10))
+        plans = [plan(epoch, 2, decode, swaps=[moved]), plan(epoch, 3, decode)]
+        first, second, _ = await execute(stub, first_plan(epoch, pb.TIER_GPU), *plans)
+    assert first.swapped_out_bytes == 0
+    assert second.swapped_out_bytes == -(-len(PROMPT) // BLOCK_TOKENS) * opened.host_block_bytes
 
 
 def check_tables(tables: pb.OperationTables) -> None:

@@ -138,9 +138,9 @@ class TestStatus:
             line.strip(" │").split("│")[0].strip(): line.strip(" │").split("│")[-1].strip()
             for line in ended.out.splitlines()
         }
-        assert lines["KV on the GPU"] == "3.0 MiB of 64.0 MiB, 3 of 64 blocks"
-        assert lines["KV on the host"] == "5.0 MiB of 128.0 MiB, 5 of 128 blocks"
-        assert lines["device"] == "cpu, computes in fp32, KV in fp16"
+        assert lines["KV on the GPU"] == "3.0 MiB of 64.0 MiB, 3 of 64 blocks in fp16"
+        assert lines["KV on the host"] == "2.5 MiB of 64.0 MiB, 5 of 128 blocks in int8"
+        assert lines["device"] == "cpu, computes in fp32"
         assert lines["requests waiting"] == "1 of at most 1,024"
         assert lines["iterations, GPU-only"] == "40"
         assert lines["iterations, asymmetric"] == "2"

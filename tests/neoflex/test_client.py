@@ -199,10 +199,11 @@ def test_the_small_calls(client: Client) -> None:
     assert client.tokenize("hi") == (104, 105)
     assert client.tokenize(messages=[Message("u", "hi")]) == tuple(map(ord, "<u>hi"))
     assert client.detokenize([104, 105]) == "hi"
-    assert client.model_info() == ModelInfo("tiny", "llama", 100, 2048, (2, 3), 135_000_000, "fp32", "fp16")
+    assert client.model_info() == ModelInfo("tiny", "llama", 100, 2048, (2, 3), 135_000_000, "fp32", "fp16", "int8")
     assert client.load() == Load(1, 2, 1024, 3, 64, 5, 128)
     info = client.server_info()
     assert (info.version, info.uptime_s, info.block_bytes, info.host_blocks) == ("0.1.0", 12.5, 2**20, 128)
+    assert info.host_block_bytes == 2**19
     assert (info.counters.gpu_only_iterations, info.counters.cpu_attended_tokens) == (40, 1234)
 
 

@@ -5,7 +5,7 @@ import asyncio
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2
-from support.fake_workers import BLOCK_BYTES, FakeExecutor, FakeHost
+from support.fake_workers import BLOCK_BYTES, HOST_BLOCK_BYTES, FakeExecutor, FakeHost
 from support.planner_rig import (
     CONTEXT_TOKENS,
     TOKENIZER,
@@ -52,10 +52,11 @@ async def test_the_model_and_the_server_describe_themselves(start_rig: StartRig)
     model = await rig.stub.GetModelInfo(pb.GetModelInfoRequest())
     assert (model.name, model.architecture, model.vocabulary_size) == ("tiny", "LlamaForCausalLM", TOKENIZER.vocab_size)
     assert (model.context_tokens, list(model.eos_token_ids)) == (CONTEXT_TOKENS, list(TOKENIZER.eos_token_ids))
-    assert (model.compute_dtype, model.kv_dtype) == ("fp32", "bf16")
+    assert (model.compute_dtype, model.kv_dtype, model.host_kv_dtype) == ("fp32", "bf16", "int8")
     await rig.stub.Generate(request(max_tokens=3))
     info = await rig.stub.GetServerInfo(pb.GetServerInfoRequest())
     assert (info.version, info.device, info.block_tokens, info.block_bytes) == ("1.2.3", "cpu", 4, BLOCK_BYTES)
+    assert info.host_block_bytes == HOST_BLOCK_BYTES
     assert (info.gpu_blocks, info.host_blocks, info.cpu_attention_threads) == (64, 8, 1)
     counters = info.counters
     assert (counters.accepted_requests, counters.finished_requests, counters.refused_requests) == (1, 1, 0)

@@ -38,27 +38,64 @@ def decode(array: Array) -> npt.NDArray[np.float64]:
     return array.astype(np.float64)
 
 
+@dataclasses.dataclass(frozen=True)
+class Pool:
+    """A layer of KV as a cache holds it."""
+
+    blocks: Array
+    """[..., 2, num_kv_heads, block_tokens * head_dim]"""
+    scales: Array | None
+    """[..., 2, num_kv_heads], for int8."""
+
+    def values(self, head_dim: int) -> npt.NDArray[np.float64]:
+        """What they mean, as `from_blocks`."""
+        values = from_blocks(self.blocks, head_dim)
+        return values if self.scales is None else values * self.scales[..., None, None]
+
+
+def to_pool(values: Array, dtype: str) -> Pool:
+    """Of values as for `to_blocks`. In int8 what is NaN has no say in its block's scale, and becomes any number."""
+    if dtype != "int8":
+        return Pool(to_blocks(values, dtype), None)
+    scales = (np.fmax.reduce(np.abs(values), axis=(-2, -1)) / 127).astype(np.float32)
+    with np.errstate(invalid="ignore"):
+        numbers = np.round(values / scales[..., None, None].astype(np.float64))
+    return Pool(to_blocks(np.where(np.isnan(numbers), -128, numbers).astype(np.int8), "int8"), scales)
+
+
 def to_blocks(values: Array, dtype: str) -> Array:
     """Values [..., 2, num_kv_heads, block_tokens, head_dim] as a pool holds them, the last two axes as one."""
-    encoded = encode(values, dtype)
+    encoded = values if dtype == "int8" else encode(values, dtype)
     keys, values = encoded[..., 0, :, :, :], encoded[..., 1, :, :, :]
-    *outer, block_tokens, head_dim = keys.shape
-    paired = head_dim // 2 * 2 if dtype == "bf16" else 0
-    pairs = keys[..., :paired].reshape(*outer, block_tokens, -1, 2).swapaxes(-3, -2)
-    keys = np.concatenate([pairs.reshape(*outer, -1), keys[..., paired:].swapaxes(-2, -1).reshape(*outer, -1)], axis=-1)
-    return np.stack([keys, values.reshape(*outer, -1)], axis=-3)
+    block_tokens, head_dim = keys.shape[-2:]
+    paired = head_dim // 2 * 2 if dtype in ("bf16", "int8") else 0
+    keys = _interleaved(keys, paired)
+    values = _interleaved(values.swapaxes(-2, -1), block_tokens // 2 * 2 if dtype == "int8" else 0)
+    return np.stack([keys, values], axis=-3)
+
+
+def _interleaved(rows: Array, paired: int) -> Array:
+    """[..., n, m] as [..., paired / 2, n, 2] of the first columns, then [..., m - paired, n]; the last axes as one."""
+    *outer, n, _ = rows.shape
+    pairs = rows[..., :paired].reshape(*outer, n, paired // 2, 2).swapaxes(-3, -2)
+    singles = rows[..., paired:].swapaxes(-2, -1)
+    return np.concatenate([pairs.reshape(*outer, -1), singles.reshape(*outer, -1)], axis=-1)
+
+
+def _uninterleaved(rows: Array, n: int, paired: int) -> Array:
+    *outer, size = rows.shape
+    pairs = rows[..., : paired * n].reshape(*outer, paired // 2, n, 2).swapaxes(-3, -2).reshape(*outer, n, paired)
+    singles = rows[..., paired * n :].reshape(*outer, size // n - paired, n).swapaxes(-2, -1)
+    return np.concatenate([pairs, singles], axis=-1)
 
 
 def from_blocks(pool: Array, head_dim: int) -> npt.NDArray[np.float64]:
     """The values of `to_blocks`."""
     keys, values = decode(pool[..., 0, :, :]), decode(pool[..., 1, :, :])
-    *outer, size = keys.shape
-    block_tokens = size // head_dim
-    paired = head_dim // 2 * 2 if pool.dtype == np.uint16 else 0
-    pairs = keys[..., : paired * block_tokens].reshape(*outer, -1, block_tokens, 2).swapaxes(-3, -2)
-    single = keys[..., paired * block_tokens :].reshape(*outer, -1, block_tokens).swapaxes(-2, -1)
-    keys = np.concatenate([pairs.reshape(*outer, block_tokens, -1), single], axis=-1)
-    return np.stack([keys, values.reshape(*outer, block_tokens, head_dim)], axis=-4)
+    block_tokens = keys.shape[-1] // head_dim
+    keys = _uninterleaved(keys, block_tokens, head_dim // 2 * 2 if pool.dtype in (np.uint16, np.int8) else 0)
+    values = _uninterleaved(values, head_dim, block_tokens // 2 * 2 if pool.dtype == np.int8 else 0)
+    return np.stack([keys, values.swapaxes(-2, -1)], axis=-4)
 
 
 def attention(

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from support.cpu_attention import TOLERANCE, attention, decode, encode, from_blocks, to_blocks
+from support.cpu_attention import TOLERANCE, Pool, attention, decode, encode, to_pool
+from support.kernels import INT16_TOLERANCE
 from svc_common.tensor_plane import CpuSubBatch, RegionShape, Report, TensorPlane
 
 SHAPE = RegionShape(
@@ -34,8 +35,15 @@ class Decodes:
         self.tables = [tables[: num_sequences[0]], tables[num_sequences[0] :]]
         self.contexts = [self.random.integers(0, 10, n).astype(np.int32) for n in num_sequences]
         by_token = (*plane.pool.shape[:-1], shape.block_tokens, shape.head_dim)
-        plane.pool[:] = to_blocks(self.random.standard_normal(by_token), shape.kv_dtype)
-        self.pool = from_blocks(plane.pool, shape.head_dim)
+        pool = to_pool(self.random.standard_normal(by_token), shape.kv_dtype)
+        plane.pool[:] = pool.blocks
+        if plane.scales is not None:
+            plane.scales[:] = pool.scales
+        self.pool = self._values()
+
+    def _values(self) -> np.ndarray:  # type: ignore[type-arg]
+        """What the shared pool holds."""
+        return Pool(self.plane.pool, self.plane.scales).values(self.shape.head_dim)
 
     def submit(self, slot: int) -> tuple[int, np.ndarray]:  # type: ignore[type-arg]
         """Fills the slot for one layer; returns what is needed to compare."""
@@ -66,13 +74,26 @@ class Decodes:
         """What a submit was answered with, and the new token in the pool."""
         shape, context, tables = self.shape, self.contexts[slot], self.tables[slot]
         q, k, v = np.split(sent, [shape.num_q_heads, shape.num_q_heads + shape.num_kv_heads], axis=1)
-        kv = decode(encode(np.stack([k, v], axis=1), shape.kv_dtype))
+        kv = np.stack([k, v], axis=1)
+        if self.plane.scales is None:
+            kv = decode(encode(kv, shape.kv_dtype))
         last = context - 1
         blocks = tables[np.arange(len(context)), last // shape.block_tokens]
         self.pool[layer, blocks, :, :, last % shape.block_tokens] = kv
+        tolerance = TOLERANCE[shape.exchange_dtype]
+        if self.plane.scales is not None:
+            self._take_rounded(self.plane.scales, layer, blocks, last % shape.block_tokens)
+            tolerance += INT16_TOLERANCE
         want = attention(q, self.pool[layer], tables, context, shape.softmax_scale, shape.sliding_window)
-        got = decode(out)
-        np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE[shape.exchange_dtype])
+        np.testing.assert_allclose(decode(out), want, rtol=0, atol=tolerance)
+
+    def _take_rounded(self, scales: np.ndarray, layer: int, blocks: np.ndarray, offsets: np.ndarray) -> None:  # type: ignore[type-arg]
+        """Tokens of blocks that were appended to at `offsets` are at most half a scale from what they were."""
+        rounded = self._values()[layer, blocks]
+        errors = np.abs(rounded - self.pool[layer, blocks]).max(axis=-1)  # [n, 2, num_kv_heads, block_tokens]
+        counts = np.arange(self.shape.block_tokens) <= offsets[:, None, None, None]
+        assert (errors * counts <= scales[layer, blocks][..., None] / 2 * (1 + 5e-5)).all()
+        self.pool[layer, blocks] = rounded
 
     def run_iteration(self) -> Report:
         """Both sub-batches, the second submitted while the first is computed."""
@@ -90,6 +111,5 @@ class Decodes:
             for slot in slots:
                 self.check(slot, layer, sent[slot], self.wait(slot))
         report = self.plane.finish(TIMEOUT_S)
-        pool = from_blocks(self.plane.pool, self.shape.head_dim)
-        np.testing.assert_array_equal(pool, self.pool, "nothing else was written")
+        np.testing.assert_array_equal(self._values(), self.pool, "nothing else was written")
         return report

@@ -13,6 +13,7 @@ import grpc
 from neoflex.v1 import cpu_attention_pb2, cpu_attention_pb2_grpc, executor_pb2, executor_pb2_grpc
 
 BLOCK_BYTES = 1000
+HOST_BLOCK_BYTES = 600
 
 Answer = Callable[[tuple[int, ...], int], int]
 """Token number `index` of the answer to a prompt."""
@@ -97,6 +98,8 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
             compute_dtype="fp32",
             kv_dtype="bf16",
             block_bytes=BLOCK_BYTES,
+            host_kv_dtype="int8",
+            host_block_bytes=HOST_BLOCK_BYTES,
             gpu_blocks=self.gpu_blocks,
             host_blocks=self.host_blocks if attached else 0,
             cpu_attention_error="" if attached or self.host is None else "nobody there",

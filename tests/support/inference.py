@@ -101,6 +101,7 @@ class ScriptedInference(inference_pb2_grpc.InferenceServiceServicer):
             num_parameters=135_000_000,
             compute_dtype="fp32",
             kv_dtype="fp16",
+            host_kv_dtype="int8",
         )
 
     async def GetServerInfo(
@@ -113,6 +114,7 @@ class ScriptedInference(inference_pb2_grpc.InferenceServiceServicer):
             device="cpu",
             block_tokens=16,
             block_bytes=2**20,
+            host_block_bytes=2**19,
             gpu_blocks=64,
             host_blocks=128,
             cpu_attention_threads=2,

@@ -25,6 +25,12 @@ GIB = 2**30
         ({"planner": {"max_batch_tokens": "x"}}, "planner.max_batch_tokens: must be a valid integer, "),
         ({"kv": {"block_tokens": 0}}, "kv.block_tokens: "),
         ({"kv": {"block_tokens": 257}}, "kv.block_tokens: "),
+        ({"kv": {"dtype": "int8"}}, "kv.dtype: must be 'auto', 'fp32', 'bf16' or 'fp16', is 'int8'"),
+        ({"kv": {"host_dtype": "int4"}}, "kv.host_dtype: must be 'auto', 'fp32', 'bf16', 'fp16' or 'int8', is 'int4'"),
+        (
+            {"kv": {"host_dtype": "int8"}, "cpu_attn": {"kv_bytes": 0}},
+            'kv.host_dtype "int8" needs cpu_attn.kv_bytes greater than 0',
+        ),
         ({"gpu": {"kv_bytes": -5}}, "gpu.kv_bytes: not a size such as 64MiB, is -5"),
         ({"gpu": {"kv_bytes": "12 foo"}}, "gpu.kv_bytes: not a size such as 64MiB, is '12 foo'"),
         ({"gpu": {"kv_bytes": "lots"}}, "gpu.kv_bytes: not a size such as 64MiB, is 'lots'"),

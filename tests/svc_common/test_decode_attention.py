@@ -7,14 +7,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.cpu_attention import TOLERANCE, Array, attention, decode, encode, from_blocks, to_blocks
-from support.kernels import DTYPES, EACH_INSTRUCTION_SET, RUNNABLE, Case
+from support.cpu_attention import TOLERANCE, Array, Pool, attention, decode, encode, to_pool
+from support.kernels import DTYPES, EACH_INSTRUCTION_SET, KV_DTYPES, RUNNABLE, Case
 
 from svc_common.cpu_kernels import DecodeWork, choose_instruction_set
 from svc_common.tensor_plane import PlaneError
 
+Inputs = tuple[Array, Pool, Array, Array]
 
-def fill(case: Case, context_tokens: list[int], seed: int) -> tuple[Array, Array, Array, Array]:
+
+def fill(case: Case, context_tokens: list[int], seed: int) -> Inputs:
     """q, layer, tables, context; poison in whatever is not to be read: unused blocks, unused tails of used ones."""
     random = np.random.default_rng(seed)
     context = np.array(context_tokens, np.int32)
@@ -30,48 +32,53 @@ def fill(case: Case, context_tokens: list[int], seed: int) -> tuple[Array, Array
         values = random.standard_normal((length, 2, case.num_kv_heads, case.head_dim))
         layer[row[positions // case.block_tokens], :, :, positions % case.block_tokens] = values
     q = encode(random.standard_normal((len(context), case.num_q_heads, case.head_dim)) * 2, case.exchange_dtype)
-    return q, to_blocks(layer, case.kv_dtype), tables, context
+    return q, to_pool(layer, case.kv_dtype), tables, context
 
 
-def run(case: Case, inputs: tuple[Array, Array, Array, Array], instruction_set: str, num_threads: int = 1) -> Array:
+def run(case: Case, inputs: Inputs, instruction_set: str, num_threads: int = 1) -> Array:
     q, layer, tables, context = inputs
     out = np.empty_like(q)
     work = DecodeWork(case.attention(instruction_set, num_threads), context, tables)
     for _ in range(2):  # Work is run once per layer.
         out[:] = 0
-        work.run(q, layer, out)
+        work.run(q, layer.blocks, out, layer.scales)
     return out
 
 
 def run_and_compare(case: Case, context_tokens: list[int], instruction_set: str, num_threads: int, seed: int) -> None:
     inputs = q, layer, tables, context = fill(case, context_tokens, seed)
     out = run(case, inputs, instruction_set, num_threads)
-    values = from_blocks(layer, case.head_dim)
-    want = attention(decode(q), values, tables, context, case.softmax_scale, case.window, case.softcap)
+    want = attention(
+        decode(q), layer.values(case.head_dim), tables, context, case.softmax_scale, case.window, case.softcap
+    )
     np.testing.assert_allclose(decode(out), want, rtol=0, atol=case.atol)
 
 
 @EACH_INSTRUCTION_SET
 @pytest.mark.parametrize("num_threads", [1, 2])
-@pytest.mark.parametrize("kv_dtype", DTYPES)
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("block_tokens", [1, 5, 16, 24, 64])
 def test_lengths_around_block_and_tile_edges(
     instruction_set: str, block_tokens: int, kv_dtype: str, num_threads: int
 ) -> None:
     lengths = sorted({1, 2, 7, 8, 9, 15, 16, 17, 31, 33, block_tokens, block_tokens + 1, 3 * block_tokens + 2, 700})
-    case = Case(block_tokens=block_tokens, kv_dtype=kv_dtype, exchange_dtype=kv_dtype)
+    exchange_dtype = "fp32" if kv_dtype == "int8" else kv_dtype
+    case = Case(block_tokens=block_tokens, kv_dtype=kv_dtype, exchange_dtype=exchange_dtype)
     run_and_compare(case, lengths, instruction_set, num_threads, seed=1)
 
 
 @EACH_INSTRUCTION_SET
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtypes", [*zip(DTYPES, DTYPES, strict=True), ("int8", "bf16")])
 @pytest.mark.parametrize("heads", [(1, 1), (2, 1), (6, 2), (7, 1), (9, 3), (32, 8), (16, 1), (48, 2)])
-def test_every_head_ratio(instruction_set: str, heads: tuple[int, int], dtype: str) -> None:
-    run_and_compare(Case(*heads, kv_dtype=dtype, exchange_dtype=dtype), [1, 50, 129], instruction_set, 1, seed=2)
+def test_every_head_ratio(instruction_set: str, heads: tuple[int, int], dtypes: tuple[str, str]) -> None:
+    case = Case(*heads, kv_dtype=dtypes[0], exchange_dtype=dtypes[1])
+    run_and_compare(case, [1, 50, 129], instruction_set, 1, seed=2)
 
 
 @EACH_INSTRUCTION_SET
-@pytest.mark.parametrize("dtypes", [("fp32", "fp32"), ("fp16", "fp32"), ("bf16", "fp32"), ("bf16", "bf16")])
+@pytest.mark.parametrize(
+    "dtypes", [("fp32", "fp32"), ("fp16", "fp32"), ("bf16", "fp32"), ("bf16", "bf16"), ("int8", "fp32")]
+)
 @pytest.mark.parametrize("head_dim", [1, 8, 20, 32, 33, 64, 80, 96, 128, 192, 255, 256])
 def test_every_head_dimension(instruction_set: str, head_dim: int, dtypes: tuple[str, str]) -> None:
     case = Case(head_dim=head_dim, kv_dtype=dtypes[0], exchange_dtype=dtypes[1])
@@ -79,7 +86,7 @@ def test_every_head_dimension(instruction_set: str, head_dim: int, dtypes: tuple
 
 
 @EACH_INSTRUCTION_SET
-@pytest.mark.parametrize("kv_dtype", DTYPES)
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("exchange_dtype", DTYPES)
 def test_every_type(instruction_set: str, kv_dtype: str, exchange_dtype: str) -> None:
     case = Case(num_q_heads=6, kv_dtype=kv_dtype, exchange_dtype=exchange_dtype)
@@ -89,37 +96,42 @@ def test_every_type(instruction_set: str, kv_dtype: str, exchange_dtype: str) ->
 @EACH_INSTRUCTION_SET
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("window", [1, 15, 16, 100, 5000])
-def test_sliding_window(instruction_set: str, window: int, num_threads: int) -> None:
-    run_and_compare(Case(window=window), [1, 15, 16, 17, 116, 1999], instruction_set, num_threads, seed=5)
+@pytest.mark.parametrize("kv_dtype", ["fp32", "int8"])
+def test_sliding_window(instruction_set: str, kv_dtype: str, window: int, num_threads: int) -> None:
+    case = Case(window=window, kv_dtype=kv_dtype)
+    run_and_compare(case, [1, 15, 16, 17, 116, 1999], instruction_set, num_threads, seed=5)
 
 
 @EACH_INSTRUCTION_SET
-@pytest.mark.parametrize("kv_dtype", DTYPES)
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_blocks_smaller_than_a_vector(instruction_set: str, kv_dtype: str) -> None:
     """Their pool ends where the memory does: the page behind it cannot be read."""
     case = Case(num_q_heads=1, num_kv_heads=1, head_dim=3, block_tokens=2, kv_dtype=kv_dtype)
     random = np.random.default_rng(11)
-    q, layer = random.standard_normal((1, 1, 3)).astype(np.float32), to_blocks(random.random((4, 2, 1, 2, 3)), kv_dtype)
+    q, layer = random.standard_normal((1, 1, 3)).astype(np.float32), to_pool(random.random((4, 2, 1, 2, 3)), kv_dtype)
     tables, context = np.array([[0, 2, 1, 3, 3]], np.int32), np.array([9], np.int32)
     memory = np.frombuffer(mmap.mmap(-1, 2 * mmap.PAGESIZE), np.uint8)
     no_access = 0
     behind = ctypes.c_void_p(memory.ctypes.data + mmap.PAGESIZE)
     assert ctypes.CDLL(None).mprotect(behind, mmap.PAGESIZE, no_access) == 0
-    at_end = memory[mmap.PAGESIZE - layer.nbytes : mmap.PAGESIZE].view(layer.dtype).reshape(layer.shape)
-    at_end[:] = layer
-    out = run(case, (q, at_end, tables, context), instruction_set)
-    want = attention(decode(q), from_blocks(layer, 3), tables, context, case.softmax_scale, 0)
+    blocks = layer.blocks
+    at_end = memory[mmap.PAGESIZE - blocks.nbytes : mmap.PAGESIZE].view(blocks.dtype).reshape(blocks.shape)
+    at_end[:] = blocks
+    out = run(case, (q, Pool(at_end, layer.scales), tables, context), instruction_set)
+    want = attention(decode(q), layer.values(3), tables, context, case.softmax_scale, 0)
     np.testing.assert_allclose(out, want, rtol=0, atol=case.atol)
 
 
 @EACH_INSTRUCTION_SET
 @pytest.mark.parametrize("softcap", [0.5, 5.0, 50.0])
-def test_softcap(instruction_set: str, softcap: float) -> None:
-    run_and_compare(Case(softcap=softcap, scale=3.0), [1, 15, 500], instruction_set, 1, seed=9)
+@pytest.mark.parametrize("kv_dtype", ["fp32", "int8"])
+def test_softcap(instruction_set: str, kv_dtype: str, softcap: float) -> None:
+    case = Case(softcap=softcap, scale=3.0, kv_dtype=kv_dtype)
+    run_and_compare(case, [1, 15, 500], instruction_set, 1, seed=9)
 
 
 @EACH_INSTRUCTION_SET
-@pytest.mark.parametrize("kv_dtype", DTYPES)
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_long_contexts_are_cut_into_spans_and_merged(instruction_set: str, kv_dtype: str) -> None:
     case = Case(num_q_heads=6, num_kv_heads=1, head_dim=72, kv_dtype=kv_dtype)
     run_and_compare(case, [5000, 3, 1111], instruction_set, 3, seed=6)
@@ -137,7 +149,7 @@ def test_a_token_that_is_seen_alone_is_returned(instruction_set: str) -> None:
     values = np.full((1, 2, 1, 4, 16), np.nan)
     values[0, :, 0, 0] = [[1.0] * 16, range(16)]
     q = np.full((1, 3, 16), 100.0, np.float32)
-    out = run(case, (q, to_blocks(values, "fp32"), np.zeros((1, 1), np.int32), np.ones(1, np.int32)), instruction_set)
+    out = run(case, (q, to_pool(values, "fp32"), np.zeros((1, 1), np.int32), np.ones(1, np.int32)), instruction_set)
     assert out.tolist() == [[list(range(16))] * 3]
 
 
@@ -153,7 +165,7 @@ def test_nan_and_infinity_do_what_the_formula_does(
     case = Case(num_q_heads=2, num_kv_heads=1, head_dim=32, kv_dtype=dtype, exchange_dtype=dtype)
     q, layer, tables, context = fill(case, [length], seed=10)
     q = encode(np.abs(decode(q)) + 0.1, dtype)  # An infinite key's scores have its sign.
-    values = from_blocks(layer, case.head_dim)
+    values = layer.values(case.head_dim)
     block, offset = tables[0, 7 // case.block_tokens], 7 % case.block_tokens
     if place == "some key":
         values[block, 0, 0, offset, 5] = special
@@ -161,10 +173,10 @@ def test_nan_and_infinity_do_what_the_formula_does(
         values[:, 0, 0, :, 5] = special
     else:
         values[block, 1, 0, offset, 5] = special
-    layer = to_blocks(values, dtype)
+    layer = to_pool(values, dtype)
     out = decode(run(case, (q, layer, tables, context), instruction_set, 2))
     with np.errstate(invalid="ignore"):
-        want = attention(decode(q), from_blocks(layer, 32), tables, context, case.softmax_scale, 0)
+        want = attention(decode(q), layer.values(32), tables, context, case.softmax_scale, 0)
     np.testing.assert_allclose(out, want, rtol=0, atol=TOLERANCE[dtype])
 
 
@@ -179,7 +191,7 @@ def test_random_shapes(data: st.DataObject) -> None:
         block_tokens=data.draw(st.integers(1, 70)),
         window=data.draw(st.sampled_from([0, 0, 1, 13, 64, 300])),
         softcap=data.draw(st.sampled_from([0.0, 0.0, 20.0])),
-        kv_dtype=data.draw(st.sampled_from(DTYPES)),
+        kv_dtype=data.draw(st.sampled_from(KV_DTYPES)),
         exchange_dtype=data.draw(st.sampled_from(DTYPES)),
     )
     lengths = data.draw(st.lists(st.integers(1, 400), min_size=1, max_size=5))

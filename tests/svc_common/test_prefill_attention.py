@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.cpu_attention import attention, decode, encode, from_blocks, to_blocks
-from support.kernels import DTYPES, EACH_INSTRUCTION_SET, RUNNABLE, Case
+from support.cpu_attention import attention, decode, encode, to_pool
+from support.kernels import DTYPES, EACH_INSTRUCTION_SET, KV_DTYPES, RUNNABLE, Case
 
 from svc_common.cpu_kernels import Attention, PrefillWork, ThreadPool, argmax_rows
 from svc_common.tensor_plane import PlaneError
@@ -22,16 +22,16 @@ def run_and_compare(
     positions = np.arange(end)
     tokens = random.standard_normal((end, 2, case.num_kv_heads, case.head_dim))
     values[table[positions // case.block_tokens], :, :, positions % case.block_tokens] = tokens
-    layer = to_blocks(values, case.kv_dtype)
+    layer = to_pool(values, case.kv_dtype)
     # q and out as parts of wider rows.
     q = encode(random.standard_normal((num_tokens, case.num_q_heads + 2, case.head_dim)) * 2, case.exchange_dtype)
     out = np.zeros_like(q)
     work = PrefillWork(case.attention(instruction_set, num_threads), start, num_tokens, table[:-3])
-    work.run(q[:, : case.num_q_heads], layer, out[:, : case.num_q_heads])
+    work.run(q[:, : case.num_q_heads], layer.blocks, out[:, : case.num_q_heads], layer.scales)
     assert not out[:, case.num_q_heads :].any()
     want = attention(
         decode(q[:, : case.num_q_heads]),
-        from_blocks(layer, case.head_dim),
+        layer.values(case.head_dim),
         np.tile(table, (num_tokens, 1)),
         np.arange(start, end) + 1,
         case.softmax_scale,
@@ -42,7 +42,7 @@ def run_and_compare(
 
 
 @EACH_INSTRUCTION_SET
-@pytest.mark.parametrize("kv_dtype", DTYPES)
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize(
     ("start", "num_tokens"), [(0, 1), (0, 5), (0, 16), (0, 63), (0, 64), (0, 65), (1, 1), (63, 2), (64, 70), (150, 33)]
 )
@@ -57,7 +57,7 @@ def test_every_head_ratio(instruction_set: str, heads: tuple[int, int]) -> None:
 
 
 @EACH_INSTRUCTION_SET
-@pytest.mark.parametrize("kv_dtype", DTYPES)
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("exchange_dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [1, 33, 96, 256])
 def test_every_type_and_dimension(instruction_set: str, head_dim: int, kv_dtype: str, exchange_dtype: str) -> None:
@@ -88,7 +88,7 @@ def test_random_shapes(data: st.DataObject) -> None:
         block_tokens=data.draw(st.integers(1, 70)),
         window=data.draw(st.sampled_from([0, 0, 1, 13, 64, 300])),
         softcap=data.draw(st.sampled_from([0.0, 0.0, 20.0])),
-        kv_dtype=data.draw(st.sampled_from(DTYPES)),
+        kv_dtype=data.draw(st.sampled_from(KV_DTYPES)),
         exchange_dtype=data.draw(st.sampled_from(DTYPES)),
     )
     start, num_tokens = data.draw(st.integers(0, 200)), data.draw(st.integers(1, 120))

@@ -68,6 +68,27 @@ def test_bf16_comes_as_uint16(segment_dir: Path) -> None:
     segment.close()
 
 
+def test_int8_has_scales_behind_the_pool(segment_dir: Path) -> None:
+    shape = replace(SHAPE, kv_dtype="int8")
+    assert shape.block_bytes == 3 * 2 * 2 * (8 * 40 + 4)
+    segment = Segment.create(segment_dir, EPOCH, shape, POOL_BYTES)
+    region = segment.region
+    assert region.num_blocks == POOL_BYTES // shape.block_bytes == 77
+    assert region.pool_bytes == 77 * shape.block_bytes
+    plane = attach(segment, shape=shape)
+    assert (plane.pool.shape, plane.pool.dtype) == ((3, 77, 2, 2, 320), np.int8)
+    assert plane.scales is not None
+    assert (plane.scales.shape, plane.scales.dtype) == ((3, 77, 2, 2), np.float32)
+    plane.pool[:], plane.scales[:] = -1, 7.0
+    assert (plane.pool == -1).all()
+    owners = region.memory()[region.scales_offset :].view(np.float32)[: plane.scales.size]
+    assert (owners == 7).all()
+    plane.close()
+    segment.close()
+    with pytest.raises(PlaneError, match="not exchanged in int8"):
+        Segment.create(segment_dir, EPOCH, replace(shape, exchange_dtype="int8"), POOL_BYTES)
+
+
 def test_names_go_while_the_region_stays(segment: Segment, segment_dir: Path) -> None:
     plane = attach(segment)
     assert segment.region.is_attached
@@ -84,7 +105,7 @@ def test_names_go_while_the_region_stays(segment: Segment, segment_dir: Path) ->
     ("offset", "value", "message"),
     [
         (0, struct.pack("<Q", 1), "not a NeoFlex region"),
-        (8, struct.pack("<I", 99), "layout version 99, this side has 2"),
+        (8, struct.pack("<I", 99), "layout version 99, this side has 3"),
         (24, struct.pack("<Q", 1 << 20), "its header says 1048576"),
     ],
 )

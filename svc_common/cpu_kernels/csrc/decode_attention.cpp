@@ -53,8 +53,15 @@ KernelShape make_kernel_shape(const HeadCounts& heads, std::int32_t head_dim, st
             exchange_dtype,
             2 * half_block,
             half_block,
+            2 * static_cast<std::size_t>(heads.num_kv_heads),
             softmax_scale,
             softcap};
+}
+
+HeadKv head_kv(const KernelShape& shape, std::byte* pool, float* scales, std::size_t head,
+               const std::int32_t* block_table) {
+    return {pool + head * head_block_elements(shape) * dtype_bytes(shape.kv_dtype),
+            scales == nullptr ? nullptr : scales + head, block_table};
 }
 
 const Kernel& fitting_kernel(const Kernel& kernel, const KernelShape& shape) {
@@ -84,17 +91,21 @@ DecodePlan::DecodePlan(const DecodeBatch& batch, const HeadCounts& heads, const 
         const std::int32_t begin = first_token(s);
         const std::int32_t end = batch.context_tokens[s];
         const std::int64_t wanted_spans = divide_up((end - begin) * most_heads, span_limit);
-        // Whole tiles, so that only a sequence's last one is cut.
-        const auto span_tokens = static_cast<std::int32_t>(
-            divide_up(divide_up(end - begin, wanted_spans), max_lanes) * static_cast<std::int64_t>(max_lanes));
-        const auto num_spans = static_cast<std::int32_t>(divide_up(end - begin, span_tokens));
+        // Whole blocks: the last span's thread may change all of the block to which it appends.
+        const std::int32_t first_block = begin / shape.block_tokens;
+        const std::int32_t num_blocks = (end - 1) / shape.block_tokens + 1 - first_block;
+        const auto span_blocks = static_cast<std::int32_t>(divide_up(num_blocks, wanted_spans));
+        const auto num_spans = static_cast<std::int32_t>(divide_up(num_blocks, span_blocks));
+        const auto cut_at = [&](std::int32_t span) {
+            return std::min(end, std::max(begin, (first_block + span * span_blocks) * shape.block_tokens));
+        };
         for (std::int32_t tile = 0; tile < num_tiles; ++tile) {
             const std::int32_t first_head = tile * heads.num_kv_heads / num_tiles;
             const std::int32_t num_heads = (tile + 1) * heads.num_kv_heads / num_tiles - first_head;
             const std::int32_t cut = num_spans > 1 ? num_cuts_++ : -1;
             for (std::int32_t i = 0; i < num_spans; ++i)
-                pieces_.push_back({s, first_head, num_heads, begin + i * span_tokens,
-                                   std::min(end, begin + (i + 1) * span_tokens), cut, i, num_spans, num_partials_});
+                pieces_.push_back(
+                    {s, first_head, num_heads, cut_at(i), cut_at(i + 1), cut, i, num_spans, num_partials_});
             if (num_spans > 1) num_partials_ += num_spans * num_heads;
         }
     }
@@ -130,16 +141,16 @@ void DecodeAttention::run_piece(DecodePlan& plan, const DecodePlan::Piece& piece
     const std::size_t group_row = first_head * shape_.group * shape_.head_dim;
     const std::byte* q = layer.q + (sequence * layer.q_stride + group_row) * exchange_bytes;
     std::byte* out = layer.out + (sequence * layer.out_stride + group_row) * exchange_bytes;
-    const std::size_t head_bytes = head_block_elements(shape_) * dtype_bytes(shape_.kv_dtype);
-    std::byte* pool = layer.pool + first_head * head_bytes;
-    const HeadKv kv{pool, plan.batch_.block_tables + sequence * plan.batch_.stride};
+    const std::int32_t* table = plan.batch_.block_tables + sequence * plan.batch_.stride;
+    const HeadKv kv = head_kv(shape_, layer.pool, layer.scales, first_head, table);
     // Only the last span sees the new token.
     if (layer.k != nullptr && piece.span == piece.num_spans - 1) {
         const std::int32_t position = piece.end - 1;
         for (std::int32_t h = 0; h < piece.num_heads; ++h) {
             const std::size_t row = kv_row + h * shape_.head_dim * exchange_bytes;
-            kernel_.write(shape_, pool + h * head_bytes, kv.block_table[position / shape_.block_tokens],
-                          position % shape_.block_tokens, layer.k + row, layer.v + row);
+            kernel_.write(shape_, head_kv(shape_, layer.pool, layer.scales, first_head + h, table),
+                          {table[position / shape_.block_tokens], position % shape_.block_tokens, 1, layer.k + row,
+                           layer.v + row, 0});
         }
     }
     if (piece.cut < 0) {

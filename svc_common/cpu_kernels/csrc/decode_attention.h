@@ -29,6 +29,7 @@ struct HeadCounts {
 // One layer's tensors. k and v are null where the new token's are in the pool already.
 struct LayerTensors {
     std::byte* pool;       // [num_blocks, 2, num_kv_heads, block_tokens * head_dim], kv dtype; see layout.h
+    float* scales;         // [num_blocks, 2, num_kv_heads]; null unless the pool is in int8
     const std::byte* q;    // [num_sequences, num_q_heads, head_dim], exchange dtype
     std::size_t q_stride;  // elements from a sequence to the next
     const std::byte* k;    // [num_sequences, num_kv_heads, head_dim]
@@ -45,6 +46,10 @@ inline constexpr float no_softcap = 0.0f;
 
 KernelShape make_kernel_shape(const HeadCounts& heads, std::int32_t head_dim, std::int32_t block_tokens,
                               DType kv_dtype, DType exchange_dtype, float softmax_scale, float softcap);
+
+// One KV head in all blocks of a layer. `scales` is the layer's, null unless the pool is in int8.
+HeadKv head_kv(const KernelShape& shape, std::byte* pool, float* scales, std::size_t head,
+               const std::int32_t* block_table);
 
 // A kernel's vectors of keys may end past a block's last key, among its values. Where these are too few, the scalar
 // kernel takes its place.

@@ -1,4 +1,4 @@
-// 16-bit floating point, one number at a time: for row tails and for the scalar kernel.
+// Numbers of 16 and 8 bits, one at a time: for row tails and for the scalar kernel.
 #pragma once
 
 #include <cstdint>
@@ -30,7 +30,18 @@ inline float to_float(Half value) {
     return from_bits(sign | to_bits(static_cast<float>(magnitude) * 0x1p-24f));
 }
 
+inline float to_float(std::int8_t value) { return value; }
+
 inline void store_one(float* to, float value) { *to = value; }
+
+// Rounds to nearest, ties to even, what the type holds; NaN becomes 0.
+inline void store_one(std::int8_t* to, float value) {
+    *to = static_cast<std::int8_t>(value == value ? __builtin_rintf(value) : 0.0f);
+}
+
+inline void store_one(std::int16_t* to, float value) {
+    *to = static_cast<std::int16_t>(value == value ? __builtin_rintf(value) : 0.0f);
+}
 
 // Rounds to nearest, ties to even.
 inline void store_one(BFloat* to, float value) {

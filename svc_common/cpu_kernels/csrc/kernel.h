@@ -11,6 +11,7 @@
 namespace neoflex {
 
 // Fixed for a region. Strides count elements. How K and V lie in a block: svc_common/tensor_plane/csrc/layout.h.
+// Queries and attention never are in int8; keys and values may be.
 struct KernelShape {
     std::int32_t group;         // query heads that share a KV head
     std::int32_t head_dim;
@@ -19,14 +20,27 @@ struct KernelShape {
     DType exchange_dtype;       // of q, k, v and out
     std::size_t block_stride;   // from a block to the next, in one layer
     std::size_t value_offset;   // from a block's keys to its values
+    std::size_t scale_stride;   // from a block's scales to the next one's; half of it from its keys' to its values'
     float softmax_scale;
     float softcap;              // c: a score s counts as c * tanh(s / c); 0: as it is
 };
 
-// One KV head of one sequence. `pool` is that head's keys in block 0 of the layer.
+// One KV head of one sequence. `pool` is that head's keys in block 0 of the layer, `scales` the scale of these; null
+// unless they are in int8.
 struct HeadKv {
     void* pool;
+    float* scales;
     const std::int32_t* block_table;
+};
+
+// Consecutive tokens of one block. k and v: each [num_tokens, head_dim], `stride` elements from a token to the next.
+struct BlockRows {
+    std::int32_t block;
+    std::int32_t offset;  // of the first of them in the block
+    std::int32_t num_tokens;
+    const void* k;
+    const void* v;
+    std::size_t stride;
 };
 
 // Consecutive tokens of one prompt that attend together.
@@ -42,9 +56,11 @@ struct PrefillTile {
 
 struct Kernel {
     const char* name;
-    // Writes a token's k and v, each [head_dim], to row `offset` of a block.
-    void (*write)(const KernelShape&, void* pool, std::int32_t block, std::int32_t offset, const void* k,
-                  const void* v);
+    // Writes k and v of the exchange type. In int8, a block in which the first token is written forgets all that it
+    // held; tokens after that may shrink the earlier ones' numbers to make room for a larger one: see kernel_blocks.h.
+    void (*write)(const KernelShape&, const HeadKv&, const BlockRows&);
+    // Reads the first tokens of a block: k and v [num_tokens, head_dim].
+    void (*read_tokens)(const KernelShape&, const HeadKv&, std::int32_t block, std::int32_t num_tokens, float* k, float* v);
     // Attends the queries [num_heads, group, head_dim] of adjacent KV heads, the first of which is given, to tokens
     // [begin, end), at least one. Writes `out` like q or, where that is null, a `partial` of partial_floats() for each
     // KV head. `scratch` has scratch_floats() for each.
@@ -67,6 +83,8 @@ constexpr std::size_t max_lanes = 16;
 constexpr std::int32_t chunk_tokens = 64;
 // Room behind a chunk's rows: vectors of tokens may end past their last token.
 constexpr std::size_t chunk_stride = chunk_tokens + max_lanes;
+// Room for a chunk's weights in 16 bits, two by two within each block: blocks of odd offsets and lengths waste places.
+constexpr std::size_t pair_stride = 2 * chunk_tokens + max_lanes;
 // Query rows, tokens times heads of a group, that share keys and values once these are converted.
 constexpr std::int32_t prefill_rows = 96;
 // Query rows that are multiplied together, in registers.
@@ -86,10 +104,11 @@ constexpr std::size_t partial_row_floats(const KernelShape& shape) { return padd
 
 constexpr std::size_t partial_floats(const KernelShape& shape) { return shape.group * partial_row_floats(shape); }
 
-// Per query head: q and accumulator [padded_dim] each, weights [chunk_stride], their sums [max_lanes], a maximum, and
-// the last of an odd number of dimensions; bf16 weights [chunk_stride / 2].
+// Per query head: q and accumulator [padded_dim] each, weights [chunk_stride], these in 16 bits [pair_stride / 2], their
+// sums [max_lanes], a maximum, the last of an odd number of dimensions, and q's scale. Once: weights by place
+// [pair_stride].
 constexpr std::size_t scratch_floats(const KernelShape& shape) {
-    return shape.group * (2 * padded_dim(shape) + chunk_stride + chunk_stride / 2 + max_lanes + 2);
+    return shape.group * (2 * padded_dim(shape) + chunk_stride + pair_stride / 2 + max_lanes + 3) + pair_stride;
 }
 
 constexpr std::int32_t max_prefill_tokens(const KernelShape& shape) {

@@ -5,6 +5,7 @@
 // for the wrong processor.
 #pragma once
 
+#include "kernel_blocks.h"
 #include "kernel_decode.h"
 #include "kernel_math.h"
 #include "kernel_measure.h"
@@ -56,46 +57,10 @@ void merge_partials(const KernelShape& shape, const float* partials, std::int32_
     }
 }
 
-template <typename S, typename X, typename KV>
-void write_token(const KernelShape& shape, KV* block, std::int32_t offset, const X* k, const X* v) {
-    KV key[256];
-    convert<S>(k, key, shape.head_dim, 1.0f);
-    const std::size_t stride = shape.block_tokens;
-    constexpr std::int32_t pack = key_pack<KV>;
-    std::int32_t d = 0;
-    for (; d + pack <= shape.head_dim; d += pack)
-        for (std::int32_t i = 0; i < pack; ++i) block[d * stride + offset * pack + i] = key[d + i];
-    if (d < shape.head_dim) block[d * stride + offset] = key[d];
-    convert<S>(v, block + shape.value_offset + static_cast<std::size_t>(offset) * shape.head_dim, shape.head_dim, 1.0f);
-}
-
-template <typename S>
-void write(const KernelShape& shape, void* pool, std::int32_t block, std::int32_t offset, const void* k,
-           const void* v) {
-    with_type(shape.exchange_dtype, [&]<typename X>(X*) {
-        with_type(shape.kv_dtype, [&]<typename KV>(KV*) {
-            KV* to = static_cast<KV*>(pool) + static_cast<std::size_t>(block) * shape.block_stride;
-            write_token<S>(shape, to, offset, static_cast<const X*>(k), static_cast<const X*>(v));
-        });
-    });
-}
-
-template <typename S, typename KV, bool Dot>
-void attend_span(const KernelShape& shape, const HeadKv& kv, std::int32_t num_heads, std::int32_t begin,
-                 std::int32_t end, const void* q, float* memory) {
-    with_type(shape.exchange_dtype, [&]<typename X>(X*) {
-        for (std::int32_t h = 0; h < num_heads; ++h) {
-            DecodeScratch scratch(shape, memory, h);
-            start<S, Dot>(shape, static_cast<const X*>(q) + h * shape.group * shape.head_dim, scratch);
-        }
-    });
-    attend_tokens<S, KV, Dot>(shape, kv, num_heads, begin, end, memory);
-}
-
 template <typename S>
 void attend(const KernelShape& shape, const HeadKv& kv, std::int32_t num_heads, std::int32_t begin, std::int32_t end,
             const void* q, float* memory, float* partial, void* out) {
-    with_type(shape.kv_dtype, [&]<typename KV>(KV*) {
+    with_kv_type(shape.kv_dtype, [&]<typename KV>(KV*) {
         if constexpr (S::has_bf16_dot && __is_same(KV, BFloat)) {
             // Queries and weights rounded to bf16 are as exact as the output.
             if (shape.exchange_dtype == DType::bf16)
@@ -108,7 +73,7 @@ void attend(const KernelShape& shape, const HeadKv& kv, std::int32_t num_heads, 
         if (out == nullptr) {
             save_partial<S>(shape, scratch, partial + h * partial_floats(shape));
         } else {
-            with_type(shape.exchange_dtype, [&]<typename X>(X*) {
+            with_float_type(shape.exchange_dtype, [&]<typename X>(X*) {
                 finish<S>(shape, scratch, static_cast<X*>(out) + h * shape.group * shape.head_dim);
             });
         }
@@ -119,7 +84,7 @@ template <typename S>
 void merge(const KernelShape& shape, const float* partials, std::int32_t num_partials, std::int32_t num_heads,
            void* out) {
     const std::size_t head_floats = partial_floats(shape);
-    with_type(shape.exchange_dtype, [&]<typename X>(X*) {
+    with_float_type(shape.exchange_dtype, [&]<typename X>(X*) {
         for (std::int32_t h = 0; h < num_heads; ++h)
             merge_partials<S>(shape, partials + h * head_floats, num_partials, num_heads * head_floats,
                               static_cast<X*>(out) + h * shape.group * shape.head_dim);
@@ -128,7 +93,7 @@ void merge(const KernelShape& shape, const float* partials, std::int32_t num_par
 
 template <typename S>
 constexpr Kernel make_kernel(const char* name) {
-    return {name, &write<S>, &attend<S>, &merge<S>, &prefill<S>, &read_words, &multiply_add<S>};
+    return {name, &write<S>, &read_tokens<S>, &attend<S>, &merge<S>, &prefill<S>, &read_words, &multiply_add<S>};
 }
 
 }  // namespace

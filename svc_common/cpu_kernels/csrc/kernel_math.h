@@ -20,23 +20,39 @@ T smaller(T a, T b) {
     return b < a ? b : a;
 }
 
-// Calls f with a null pointer of the element type.
+// Calls f with a null pointer of the element type, one that is exchanged.
 template <typename F>
-void with_type(DType dtype, F f) {
+void with_float_type(DType dtype, F f) {
     switch (dtype) {
         case DType::fp32: return f(static_cast<float*>(nullptr));
         case DType::fp16: return f(static_cast<Half*>(nullptr));
         case DType::bf16: return f(static_cast<BFloat*>(nullptr));
+        case DType::int8: return;  // never: see Shape::check
     }
 }
 
-// Dimensions of a token's key that lie together; see layout.h.
+// Any type of KV.
+template <typename F>
+void with_kv_type(DType dtype, F f) {
+    dtype == DType::int8 ? f(static_cast<std::int8_t*>(nullptr)) : with_float_type(dtype, f);
+}
+
 template <typename KV>
-constexpr std::int32_t key_pack = __is_same(KV, BFloat) ? 2 : 1;
+constexpr bool is_int8 = __is_same(KV, std::int8_t);
+
+// Dimensions of a token's key, and tokens of a dimension's values, that lie together; see layout.h.
+template <typename KV>
+constexpr std::int32_t key_pack = __is_same(KV, BFloat) || is_int8<KV> ? 2 : 1;
+template <typename KV>
+constexpr std::int32_t value_pack = is_int8<KV> ? 2 : 1;
 
 // Two neighbours, as the 32 bits that they are.
-inline std::uint32_t word_at(const BFloat* pair) {
-    return pair[0].bits | static_cast<std::uint32_t>(pair[1].bits) << 16;
+template <typename T>
+std::uint32_t word_at(const T* pair) {
+    static_assert(sizeof(T) == 2);
+    std::uint32_t word;
+    __builtin_memcpy(&word, pair, sizeof word);
+    return word;
 }
 
 // Converts `count` elements, times `factor`.
@@ -82,10 +98,12 @@ template <typename S, typename KV>
 template <typename KV>
 struct Part {
     const KV* keys;    // of the block
-    const KV* values;  // of the first of the tokens
+    const KV* values;  // of the first of the tokens, or of the one that lies together with it and precedes it
     std::int32_t offset;  // of the first of them in the block
     std::int32_t first;   // its place in the chunk
     std::int32_t count;
+    float key_scale;  // both for int8 only
+    float value_scale;
 };
 
 template <typename KV>
@@ -94,8 +112,15 @@ Part<KV> part_at(const KernelShape& shape, const HeadKv& kv, std::int32_t positi
     const auto block = static_cast<std::size_t>(kv.block_table[position / shape.block_tokens]);
     const std::int32_t offset = position % shape.block_tokens;
     const KV* keys = static_cast<const KV*>(kv.pool) + block * shape.block_stride;
-    const KV* values = keys + shape.value_offset + static_cast<std::size_t>(offset) * shape.head_dim;
-    return {keys, values, offset, first, smaller(end - position, shape.block_tokens - offset)};
+    const std::int32_t first_row = offset / value_pack<KV> * value_pack<KV>;
+    const KV* values = keys + shape.value_offset + static_cast<std::size_t>(first_row) * shape.head_dim;
+    Part<KV> part{keys, values, offset, first, smaller(end - position, shape.block_tokens - offset), 1.0f, 1.0f};
+    if constexpr (is_int8<KV>) {
+        const float* scale = kv.scales + block * shape.scale_stride;
+        part.key_scale = scale[0];
+        part.value_scale = scale[shape.scale_stride / 2];
+    }
+    return part;
 }
 
 // 2^x for x <= 0; 0 below 2^-126 or so.

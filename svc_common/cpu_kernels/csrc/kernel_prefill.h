@@ -6,6 +6,7 @@
 //   scores[row, token] = q . keys            weights by softmax, masked            acc[row, :] += weights . values
 #pragma once
 
+#include "kernel_blocks.h"
 #include "kernel_math.h"
 
 namespace neoflex {
@@ -51,6 +52,11 @@ void start_rows(const KernelShape& shape, const PrefillTile& tile, PrefillScratc
 }
 
 template <typename S, typename KV>
+[[gnu::always_inline]] inline typename S::Vec scaled(typename S::Vec x, float scale) {
+    return is_int8<KV> ? S::mul(x, S::set(scale)) : x;
+}
+
+template <typename S, typename KV>
 void stage_keys(const KernelShape& shape, const Part<KV>& part, float* to) {
     const std::size_t stride = shape.block_tokens;
     const std::int32_t num_pairs = shape.head_dim / 2;
@@ -61,14 +67,26 @@ void stage_keys(const KernelShape& shape, const Part<KV>& part, float* to) {
         for (std::int32_t t = 0; t < part.count; t += S::width) {
             typename S::Vec first, second;
             load_key_pair<S>(keys + t * key_pack<KV>, stride, first, second);
-            S::store(rows + t, first);
-            S::store(rows + chunk_stride + t, second);
+            S::store(rows + t, scaled<S, KV>(first, part.key_scale));
+            S::store(rows + chunk_stride + t, scaled<S, KV>(second, part.key_scale));
         }
     }
     if (shape.head_dim % 2) {
         const KV* keys = part.keys + 2 * num_pairs * stride + part.offset;
         float* row = to + 2 * num_pairs * chunk_stride + part.first;
-        for (std::int32_t t = 0; t < part.count; t += S::width) S::store(row + t, S::load(keys + t));
+        for (std::int32_t t = 0; t < part.count; t += S::width)
+            S::store(row + t, scaled<S, KV>(S::load(keys + t), part.key_scale));
+    }
+}
+
+// Values of a part's tokens, to rows of `padded` floats.
+template <typename S, typename KV>
+void stage_values(const KernelShape& shape, const Part<KV>& part, std::size_t padded, float* to) {
+    if constexpr (is_int8<KV>) {
+        read_values<S>(shape, part.values, part.offset, part.count, part.value_scale, padded, to);
+    } else {
+        for (std::int32_t t = 0; t < part.count; ++t)
+            convert<S>(part.values + static_cast<std::size_t>(t) * shape.head_dim, to + t * padded, shape.head_dim, 1.0f);
     }
 }
 
@@ -79,9 +97,7 @@ void stage_chunk(const KernelShape& shape, const HeadKv& kv, std::int32_t positi
     for (std::int32_t first = 0; first < count;) {
         const Part<KV> part = part_at<KV>(shape, kv, position + first, position + count, first);
         stage_keys<S>(shape, part, scratch.keys);
-        for (std::int32_t t = 0; t < part.count; ++t)
-            convert<S>(part.values + static_cast<std::size_t>(t) * shape.head_dim,
-                       scratch.values + (first + t) * scratch.padded, shape.head_dim, 1.0f);
+        stage_values<S>(shape, part, scratch.padded, scratch.values + first * scratch.padded);
         first += part.count;
     }
 }
@@ -185,9 +201,9 @@ void finish_rows(const KernelShape& shape, const PrefillTile& tile, const Prefil
 template <typename S>
 void prefill(const KernelShape& shape, const HeadKv& kv, const PrefillTile& tile, float* memory) {
     PrefillScratch scratch(shape, memory);
-    with_type(shape.exchange_dtype, [&]<typename X>(X*) { start_rows<S, X>(shape, tile, scratch); });
-    with_type(shape.kv_dtype, [&]<typename KV>(KV*) { attend_rows<S, KV>(shape, kv, tile, scratch); });
-    with_type(shape.exchange_dtype, [&]<typename X>(X*) { finish_rows<S, X>(shape, tile, scratch); });
+    with_float_type(shape.exchange_dtype, [&]<typename X>(X*) { start_rows<S, X>(shape, tile, scratch); });
+    with_kv_type(shape.kv_dtype, [&]<typename KV>(KV*) { attend_rows<S, KV>(shape, kv, tile, scratch); });
+    with_float_type(shape.exchange_dtype, [&]<typename X>(X*) { finish_rows<S, X>(shape, tile, scratch); });
 }
 
 }  // namespace

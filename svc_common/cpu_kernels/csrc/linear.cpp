@@ -63,7 +63,8 @@ auto with_type(DType type, F f) {
     switch (type) {
         case DType::fp16: return f(static_cast<Half*>(nullptr));
         case DType::bf16: return f(static_cast<BFloat*>(nullptr));
-        case DType::fp32: break;
+        case DType::fp32:
+        case DType::int8: break;  // No weights are in int8.
     }
     return f(static_cast<float*>(nullptr));
 }

@@ -177,6 +177,7 @@ void accumulate(DType weight_type, const void* rows, std::size_t row_stride, std
             } else {
                 return run(wide, row_stride, static_cast<const BFloat*>(weights));
             }
+        case DType::int8: return;  // No weights are.
     }
 }
 

@@ -32,8 +32,6 @@ void PrefillAttention::run(const PrefillChunk& chunk, const PrefillTensors& laye
     const std::int32_t tile_tokens = std::min(most, std::max(even, min_tile_tokens));
     const std::int32_t num_tiles = divide_up(chunk.num_tokens, tile_tokens);
     const std::size_t exchange_bytes = dtype_bytes(shape_.exchange_dtype);
-    const std::size_t head_bytes =
-        static_cast<std::size_t>(shape_.block_tokens) * shape_.head_dim * dtype_bytes(shape_.kv_dtype);
     threads_.run(static_cast<std::uint32_t>(num_tiles * heads_.num_kv_heads), true, [&](std::uint32_t task, int thread) {
         const std::size_t kv_head = task % heads_.num_kv_heads;
         // The last tokens first: what is left at the end should be short.
@@ -48,7 +46,8 @@ void PrefillAttention::run(const PrefillChunk& chunk, const PrefillTensors& laye
                                layer.q_stride,
                                layer.out + (token * layer.out_stride + heads_before) * exchange_bytes,
                                layer.out_stride};
-        kernel_.prefill(shape_, {layer.pool + kv_head * head_bytes, chunk.block_table}, tile, scratch_[thread].get());
+        kernel_.prefill(shape_, head_kv(shape_, layer.pool, layer.scales, kv_head, chunk.block_table), tile,
+                        scratch_[thread].get());
     });
 }
 

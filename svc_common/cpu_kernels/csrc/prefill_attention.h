@@ -23,6 +23,7 @@ struct PrefillChunk {
 // One layer's tensors. Strides count elements from a token to the next.
 struct PrefillTensors {
     std::byte* pool;       // [num_blocks, 2, num_kv_heads, block_tokens * head_dim], kv dtype; see layout.h
+    float* scales;         // [num_blocks, 2, num_kv_heads]; null unless the pool is in int8
     const std::byte* q;    // [num_tokens, num_q_heads, head_dim], exchange dtype
     std::size_t q_stride;
     std::byte* out;        // like q

@@ -23,6 +23,9 @@ struct Avx512 {
     static Vec load(const BFloat* from) {
         return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_16_bit(from)), 16));
     }
+    static Vec load(const std::int8_t* from) {
+        return _mm512_cvtepi32_ps(load_int16_firsts(from));
+    }
     static void store(float* to, Vec x) { _mm512_storeu_ps(to, x); }
     static void store(Half* to, Vec x) { store_16_bit(to, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT)); }
     static void store(BFloat* to, Vec x) {
@@ -34,6 +37,10 @@ struct Avx512 {
         const __m512i chosen = _mm512_mask_blend_epi32(is_nan, rounded, quiet);
         store_16_bit(to, _mm512_cvtepi32_epi16(_mm512_srli_epi32(chosen, 16)));
     }
+    static void store(std::int8_t* to, Vec x) {
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x)));
+    }
+    static void store(std::int16_t* to, Vec x) { store_16_bit(to, _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(x))); }
     static Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
     static Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
     static Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
@@ -50,6 +57,25 @@ struct Avx512 {
         even = _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
         odd = _mm512_castsi512_ps(_mm512_and_si512(words, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
     }
+    static void load_pairs(const std::int8_t* from, Vec& even, Vec& odd) {
+        const __m512i words = load_int16_pairs(from);
+        even = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(words, 16), 16));
+        odd = _mm512_cvtepi32_ps(_mm512_srai_epi32(words, 16));
+    }
+
+    using Ints = __m512i;
+    using Int16Pairs = __m512i;
+    static Ints no_ints() { return _mm512_setzero_si512(); }
+    static Int16Pairs load_int16_pairs(const std::int8_t* from) { return _mm512_cvtepi8_epi16(load_16_bit(from)); }
+    // `width` numbers, each the first of a pair; what stands second counts for nothing beside a 0.
+    static Int16Pairs load_int16_firsts(const std::int8_t* from) {
+        return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+    }
+    static Int16Pairs set_int16_pair(std::uint32_t pair) { return _mm512_set1_epi32(static_cast<int>(pair)); }
+    // sum + a[2i] * b[2i] + a[2i + 1] * b[2i + 1] in lane i, exact while it fits.
+    static Ints dot(Ints sum, Int16Pairs a, Int16Pairs b) { return _mm512_add_epi32(sum, _mm512_madd_epi16(a, b)); }
+    static Vec to_floats(Ints x) { return _mm512_cvtepi32_ps(x); }
+
     // even[0], odd[0], even[1], ... in two vectors.
     static void interleave(Vec even, Vec odd, Vec& first, Vec& second) {
         const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);

@@ -1,4 +1,4 @@
-// AVX-512 with its products of bf16 pairs.
+// AVX-512 with its products of bf16 pairs and of int16 pairs.
 #pragma once
 
 #include "simd_avx512.h"
@@ -23,6 +23,7 @@ struct Avx512BFloat : Avx512 {
     static Vec dot(Vec sum, Words a, Words b) {
         return _mm512_dpbf16_ps(sum, __builtin_bit_cast(__m512bh, a), __builtin_bit_cast(__m512bh, b));
     }
+    static Ints dot(Ints sum, Int16Pairs a, Int16Pairs b) { return _mm512_dpwssd_epi32(sum, a, b); }
 };
 
 }  // namespace

@@ -40,9 +40,31 @@ struct Scalar {
         even = to_float(from[0]);
         odd = to_float(from[1]);
     }
+    static void load_pairs(const std::int8_t* from, Vec& even, Vec& odd) {
+        even = from[0];
+        odd = from[1];
+    }
+
+    using Ints = std::int32_t;
+    using Int16Pairs = std::uint32_t;
+    static Ints no_ints() { return 0; }
+    static Int16Pairs load_int16_pairs(const std::int8_t* from) { return int16_pair(from[0], from[1]); }
+    static Int16Pairs load_int16_firsts(const std::int8_t* from) { return int16_pair(from[0], 0); }
+    static Int16Pairs set_int16_pair(std::uint32_t pair) { return pair; }
+    static Ints dot(Ints sum, Int16Pairs a, Int16Pairs b) {
+        return sum + static_cast<std::int16_t>(a) * static_cast<std::int16_t>(b) +
+               static_cast<std::int16_t>(a >> 16) * static_cast<std::int16_t>(b >> 16);
+    }
+    static Vec to_floats(Ints x) { return static_cast<float>(x); }
+
     static void interleave(Vec even, Vec odd, Vec& first, Vec& second) {
         first = even;
         second = odd;
+    }
+
+  private:
+    static Int16Pairs int16_pair(std::int16_t first, std::int16_t second) {
+        return static_cast<std::uint16_t>(first) | static_cast<std::uint32_t>(static_cast<std::uint16_t>(second)) << 16;
     }
 };
 

@@ -28,16 +28,20 @@ namespace tensor_view_detail {
 
 namespace nb = nanobind;
 
+inline constexpr const char* known_types =
+    "arrays must be float32, float16, bfloat16 or, for its bits, uint16, or int8";
+
 inline DType dtype_of_torch(nb::handle dtype) {
     // A torch dtype is one object for ever.
     const auto find = [](const char* name) {
         return nb::object(nb::module_::import_("torch").attr(name)).release().ptr();
     };
-    static const PyObject* const known[] = {find("float32"), find("float16"), find("bfloat16")};
+    static const PyObject* const known[] = {find("float32"), find("float16"), find("bfloat16"), find("int8")};
     if (dtype.ptr() == known[0]) return DType::fp32;
     if (dtype.ptr() == known[1]) return DType::fp16;
     if (dtype.ptr() == known[2]) return DType::bf16;
-    throw nb::type_error("arrays must be float32, float16, bfloat16 or, for its bits, uint16");
+    if (dtype.ptr() == known[3]) return DType::int8;
+    throw nb::type_error(known_types);
 }
 
 inline TensorView view_torch(nb::handle tensor) {
@@ -64,8 +68,10 @@ inline TensorView view_numpy(nb::handle array) {
     } else if (found.dtype().code == static_cast<std::uint8_t>(nb::dlpack::dtype_code::Float) &&
                found.dtype().bits == 16) {
         view.dtype = DType::fp16;
+    } else if (found.dtype() == nb::dtype<std::int8_t>()) {
+        view.dtype = DType::int8;
     } else if (found.dtype() != nb::dtype<float>()) {
-        throw nb::type_error("arrays must be float32, float16, bfloat16 or, for its bits, uint16");
+        throw nb::type_error(known_types);
     }
     for (std::size_t i = 0; i < view.ndim; ++i) {
         view.shape[i] = static_cast<std::int64_t>(found.shape(i));

@@ -7,6 +7,12 @@
 //                                      and scores need no sum across its lanes
 //   K in bf16  [head_dim / 2, block_tokens, 2]   two dimensions of a token together, as products of bf16 take them; an
 //                                      odd last dimension follows as [block_tokens]
+//   K in int8  like K in bf16
+//   V in int8  [block_tokens / 2, head_dim, 2]   a dimension of two tokens together, as products of integers take them;
+//                                      an odd last token follows as [head_dim]
+//
+// A number in int8 counts times a scale, one in fp32 for each block, layer, K or V, and KV head. A block's scales hold
+// as soon as its first token is written.
 #pragma once
 
 #include <atomic>
@@ -28,7 +34,7 @@ struct PlaneError : std::runtime_error {
 
 inline constexpr std::uint64_t region_magic = 0x4e4f494745524e46;  // "FNREGION" in memory
 // Raise it with every change of this file.
-inline constexpr std::uint32_t layout_version = 2;
+inline constexpr std::uint32_t layout_version = 3;
 inline constexpr int num_slots = 2;
 inline constexpr int max_head_dim = 256;
 inline constexpr std::size_t page_bytes = 4096;
@@ -39,7 +45,8 @@ inline DType parse_dtype(std::string_view name) {
     if (name == "fp32") return DType::fp32;
     if (name == "fp16") return DType::fp16;
     if (name == "bf16") return DType::bf16;
-    throw PlaneError("dtype \"" + std::string(name) + "\" is none of fp32, fp16, bf16");
+    if (name == "int8") return DType::int8;
+    throw PlaneError("dtype \"" + std::string(name) + "\" is none of fp32, fp16, bf16, int8");
 }
 
 constexpr std::size_t round_up(std::size_t value, std::size_t multiple) {
@@ -67,14 +74,21 @@ struct Shape {
     std::size_t half_block_elements() const {
         return static_cast<std::size_t>(num_kv_heads) * block_tokens * head_dim;
     }
-    // K and V of one block in one layer.
+    // K and V of one block in one layer, without scales.
     std::size_t layer_block_bytes() const { return 2 * half_block_elements() * dtype_bytes(kv_dtype); }
+    // Scales of one block in one layer.
+    std::size_t layer_block_scales() const { return kv_dtype == DType::int8 ? 2 * static_cast<std::size_t>(num_kv_heads) : 0; }
+    // All that one block takes.
+    std::size_t block_bytes() const {
+        return num_layers * (layer_block_bytes() + layer_block_scales() * sizeof(float));
+    }
 
     void check() const {
         if (num_layers < 1 || num_kv_heads < 1 || num_q_heads < 1 || block_tokens < 1 || max_sequences < 1)
             throw PlaneError("shape: layers, heads, block_tokens and max_sequences must be at least 1");
         if (num_q_heads % num_kv_heads != 0) throw PlaneError("shape: num_kv_heads must divide num_q_heads");
         if (head_dim < 1 || head_dim > max_head_dim) throw PlaneError("shape: head_dim must be in [1, 256]");
+        if (exchange_dtype == DType::int8) throw PlaneError("shape: q, k, v and out are not exchanged in int8");
         if (sliding_window < 0) throw PlaneError("shape: sliding_window must not be negative");
     }
 };
@@ -89,6 +103,8 @@ struct Layout {
     std::size_t slot_out;  // like q
     std::size_t pool_offset;
     std::size_t pool_bytes;  // [num_layers, num_blocks, 2 (K, V), num_kv_heads, block_tokens * head_dim], kv dtype
+    std::size_t scales_offset;
+    std::size_t scales_bytes;  // [num_layers, num_blocks, 2 (K, V), num_kv_heads], fp32; none unless the pool is in int8
     std::size_t region_bytes;
 };
 
@@ -124,7 +140,10 @@ inline Layout layout_of(const Shape& shape, std::int32_t num_blocks) {
     layout.slot_bytes = layout.slot_out + q_bytes;
     layout.pool_offset = round_up(layout.exchange_offset + num_slots * layout.slot_bytes, page_bytes);
     layout.pool_bytes = static_cast<std::size_t>(shape.num_layers) * num_blocks * shape.layer_block_bytes();
-    layout.region_bytes = round_up(layout.pool_offset + layout.pool_bytes, page_bytes);
+    layout.scales_offset = round_up(layout.pool_offset + layout.pool_bytes, page_bytes);
+    layout.scales_bytes =
+        static_cast<std::size_t>(shape.num_layers) * num_blocks * shape.layer_block_scales() * sizeof(float);
+    layout.region_bytes = round_up(layout.scales_offset + layout.scales_bytes, page_bytes);
     return layout;
 }
 

@@ -102,8 +102,11 @@ void bind_region(nb::module_& m) {
         .def_prop_ro("epoch", &Region::epoch)
         .def_prop_ro("num_blocks", &Region::num_blocks)
         .def_prop_ro("region_bytes", [](const Region& r) { return r.layout().region_bytes; })
-        .def_prop_ro("pool_bytes", [](const Region& r) { return r.layout().pool_bytes; })
+        .def_prop_ro(
+            "pool_bytes", [](const Region& r) { return r.layout().pool_bytes + r.layout().scales_bytes; },
+            "Scales included.")
         .def_prop_ro("pool_offset", [](const Region& r) { return r.layout().pool_offset; })
+        .def_prop_ro("scales_offset", [](const Region& r) { return r.layout().scales_offset; })
         .def(
             "slot_offsets",
             [](const Region& r, int slot) {

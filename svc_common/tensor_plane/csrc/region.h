@@ -79,7 +79,7 @@ class Region {
     static std::unique_ptr<Region> create(const std::string& path, std::uint64_t epoch, const Shape& shape,
                                           std::size_t pool_bytes, const std::vector<int>& cpus) {
         shape.check();
-        const std::size_t block_bytes = shape.num_layers * shape.layer_block_bytes();
+        const std::size_t block_bytes = shape.block_bytes();
         const std::size_t num_blocks = pool_bytes / block_bytes;
         if (num_blocks < 1)
             throw PlaneError("a pool of " + std::to_string(pool_bytes) + " bytes holds no block: one takes " +
@@ -124,6 +124,12 @@ class Region {
     // K and V of one layer: [num_blocks, 2, num_kv_heads, block_tokens * head_dim]
     std::byte* pool_layer(int layer) const {
         return base_ + layout_.pool_offset + static_cast<std::size_t>(layer) * num_blocks_ * shape_.layer_block_bytes();
+    }
+    // [num_blocks, 2, num_kv_heads], null unless the pool is in int8
+    float* scales_layer(int layer) const {
+        if (layout_.scales_bytes == 0) return nullptr;
+        return reinterpret_cast<float*>(base_ + layout_.scales_offset) +
+               static_cast<std::size_t>(layer) * num_blocks_ * shape_.layer_block_scales();
     }
 
     bool is_closed() const { return control().closed.load(std::memory_order_acquire) != 0; }
