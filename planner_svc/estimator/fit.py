@@ -1,7 +1,8 @@
 """Finds by what a few predicted quantities must be multiplied so that their sum is what was measured; no I/O.
 
 A Kalman filter over the multipliers (Kalman 1960; with one observation at a time it is recursive least squares that
-forgets). What an observation cannot tell apart moves in proportion to what it contributes, and what it lacks stays.
+forgets). What an observation cannot tell apart moves in proportion to what it contributes. What it lacks moves a part
+of the way, too: a processor that others slow down is slower at everything, also at what has not been tried since.
 """
 
 from collections.abc import Sequence
@@ -13,8 +14,12 @@ _PRIOR_VARIANCE = 0.4**2
 """Of a multiplier before anything was measured, and the most it ever becomes."""
 _DRIFT_VARIANCE = 0.01**2
 """By which a multiplier may change from one observation to the next."""
-_NOISE_VARIANCE = 0.05**2
-"""Of a measurement relative to its prediction."""
+_COMMON = 0.5
+"""Of both variances: what all multipliers share."""
+_LEAST_NOISE, _MOST_NOISE = 0.03**2, 0.5**2
+"""Variance of a measurement relative to its prediction; follows what is seen."""
+_NOISE_WEIGHT = 0.05
+"""Of the newest measurement in it."""
 _SURPRISE = 3.0
 """Standard deviations beyond which a measurement is cut down: one stall is no news."""
 _LARGEST_STEP = 0.5
@@ -26,18 +31,21 @@ class Fit:
     """Multipliers of a few quantities. A plain list of floats, since numpy costs more at this size."""
 
     def __init__(self, first: Sequence[float]) -> None:
-        """`first`: the multipliers before the first observation. Those that begin at 0 stay at or above 0."""
+        """`first`: the multipliers before the first observation, 1 or 0. Those that begin at 0 stay at or above 0."""
         self.values = list(first)
         self._first = tuple(first)
         self._bounds = [(0.0, 1.0) if value == 0.0 else (_LOWEST, _HIGHEST) for value in first]
+        self._noise = _LEAST_NOISE
         self._num_surprises = 0
         """In a row; negative ones count downwards."""
+        self._correlation = [
+            [1.0 if i == j else _COMMON * one * other for j, other in enumerate(first)] for i, one in enumerate(first)
+        ]
         self._covariance: list[list[float]] = []
         self._forget()
 
     def _forget(self) -> None:
-        num = len(self.values)
-        self._covariance = [[_PRIOR_VARIANCE if i == j else 0.0 for j in range(num)] for i in range(num)]
+        self._covariance = [[_PRIOR_VARIANCE * value for value in row] for row in self._correlation]
 
     def observe(self, predicted: Sequence[float], measured: float) -> None:
         """`predicted`: the quantities in the unit of `measured`. Without a prediction or a measurement nothing changes.
@@ -62,12 +70,16 @@ class Fit:
         else:
             self._num_surprises = 0
         self._update(error, *spread)
+        noise = self._noise + _NOISE_WEIGHT * (error * error - self._noise)
+        self._noise = min(_MOST_NOISE, max(_LEAST_NOISE, noise))
 
     def _drift(self) -> None:
         """Certainty fades, but never below what was known at the start."""
         covariance = self._covariance
+        for row, correlation in zip(covariance, self._correlation, strict=True):
+            for j, value in enumerate(correlation):
+                row[j] += _DRIFT_VARIANCE * value
         for i, row in enumerate(covariance):
-            row[i] += _DRIFT_VARIANCE
             if row[i] > _PRIOR_VARIANCE:
                 scale = sqrt(_PRIOR_VARIANCE / row[i])
                 for j in range(len(row)):
@@ -77,7 +89,7 @@ class Fit:
     def _spread(self, shares: Sequence[float]) -> tuple[list[float], float]:
         """Covariance of the multipliers with the sum, and variance of the sum."""
         columns = [_dot(row, shares) for row in self._covariance]
-        return columns, _dot(columns, shares) + _NOISE_VARIANCE
+        return columns, _dot(columns, shares) + self._noise
 
     def _update(self, error: float, columns: Sequence[float], variance: float) -> None:
         for i, column in enumerate(columns):

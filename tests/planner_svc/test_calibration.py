@@ -143,7 +143,7 @@ def test_one_stall_changes_little_and_a_lasting_change_is_learned():
     for _ in range(10):
         fit.observe((1.0, 1.0), 2.0)
     assert fit.values == pytest.approx([1.0, 1.0], abs=0.02)
-    for _ in range(12):
+    for _ in range(16):
         fit.observe((1.0, 1.0), 4.0)
     assert fit.values == pytest.approx([2.0, 2.0], rel=0.05)
 
