@@ -10,7 +10,7 @@ SOURCES := $(PACKAGES) tests benchmarks
 BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints.txt \
 	$(shell find proto svc_common cpu_attn_svc \( -name '*.proto' -o -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt \) 2>/dev/null)
 
-.PHONY: help demo test lint types imports protos format model unit integration bench-serve bench-kernel sanitize bench-hop bench-overlap bench-executor bench-planner bench-baselines clean
+.PHONY: help demo test lint types imports protos format model unit integration bench-serve bench-kernel sanitize bench-hop bench-overlap bench-executor bench-planner bench-baselines bench-estimate bench-realtime clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 
@@ -72,6 +72,12 @@ bench-planner: $(VENV)/.dev ## Rates that keep targets, bursts and the cost of a
 
 bench-baselines: $(VENV)/.dev ## The simulator's baselines beside their published figures
 	$(BIN)/python benchmarks/baselines.py
+
+bench-estimate: $(VENV)/.dev model ## Predicted against measured iteration time of the real stack
+	$(BIN)/python benchmarks/estimate.py
+
+bench-realtime: $(VENV)/.dev model ## The simulator against the real stack in real time
+	$(BIN)/python benchmarks/realtime.py
 
 clean: ## Remove what was built
 	rm -rf build $(VENV) neoflex/v1 $(addsuffix /*.so,svc_common/tensor_plane svc_common/cpu_kernels cpu_attn_svc)

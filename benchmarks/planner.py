@@ -9,6 +9,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import generated
@@ -17,9 +18,11 @@ from results import Row, arguments, publish, shared_spec
 from planner_svc.estimator import HardwareSpec, ModelFigures, RooflineEstimator
 from planner_svc.scheduler import Capacity, Scheduler, SequenceRequest, Targets
 from planner_svc.simulator.executor import SimulatedExecutor
-from planner_svc.simulator.runs import POLICIES, run
+from planner_svc.simulator.metrics import measure
+from planner_svc.simulator.runs import POLICIES, make_policy, run
+from planner_svc.simulator.simulation import Simulation
 from planner_svc.simulator.spec import Profile, read_profile
-from planner_svc.simulator.workload import Arrival, read_workload
+from planner_svc.simulator.workload import Arrival, at_rate, read_workload
 from svc_common.plan import Sampling
 
 IN_TIME = 0.9
@@ -45,6 +48,14 @@ NO_LOSS = (
     ("rtx4090", "conv", 1.8),
 )
 """Profile, workload, rate: where no baseline may be better by more than 2 %. Rate 0: a burst, by throughput."""
+
+
+WRONG = (
+    # profile, workload, requests, rate near what it sustains
+    ("t4", "osc-1000", 500, 3.6),
+    ("a10g-8x", "conv", 400, 1.7),
+)
+WRONG_BY = (0.7, 1.3)
 
 
 def main() -> None:
@@ -82,6 +93,30 @@ def _simulated(spec: Path | None) -> Iterator[Row]:
         )
     for profile, workload, rate in NO_LOSS:
         yield _no_loss(spec, profile, workload, rate)
+    yield from _wrong(spec)
+
+
+def _wrong(spec: Path) -> Iterator[Row]:
+    """Each figure of the machine is not what the scheduler is told: the one that costs most requests their targets."""
+    for name, workload, num_requests, rate in WRONG:
+        profile, arrivals = _input(spec, name, workload)
+        worst = (float("inf"), "")
+        for figure in HardwareSpec.__dataclass_fields__:
+            for ratio in WRONG_BY:
+                hardware = replace(profile.hardware, **{figure: ratio * getattr(profile.hardware, figure)})
+                load, truth = at_rate(arrivals[:num_requests], rate), replace(profile, hardware=hardware)
+                learning, knowing = (_share_in_time(truth, believed, load) for believed in (profile, truth))
+                what = f"{figure} x {ratio:g}: {learning:.3f} in time, {knowing:.3f} if told the truth"
+                worst = min(worst, (learning / knowing, what))
+        what = f"{name}: {workload} at {rate:g} req/s, a figure off by 30 %"
+        yield Row(what, worst[0], "share in time / if told the truth, worst figure", 0.9, detail=worst[1])
+
+
+def _share_in_time(truth: Profile, believed: Profile, load: list[Arrival]) -> float:
+    """On a machine that is one thing and believed to be another. Raises StalledError where progress stops."""
+    executor = SimulatedExecutor(truth.estimator, truth.estimator.kv_bytes_per_token)
+    requests = Simulation(make_policy("neoflex", believed), executor).run(load, truth.targets)
+    return measure(requests, truth.targets, executor.worked).slo
 
 
 def _no_loss(spec: Path, profile: str, workload: str, rate: float) -> Row:

@@ -94,7 +94,12 @@ def running(placement: Placement, model: str, kv_bytes: int, dtype: str) -> Iter
         {
             "model": {"source": model},
             "planner": {"listen": "127.0.0.1:0", "mode": placement.mode},
-            "gpu": {"device": "cpu", "dtype": dtype, "kv_bytes": int(placement.gpu_share * kv_bytes)},
+            "gpu": {
+                "device": "cpu",
+                "dtype": dtype,
+                "profile": "always",
+                "kv_bytes": int(placement.gpu_share * kv_bytes),
+            },
             "cpu_attn": {"kv_bytes": int(placement.host_share * kv_bytes)},
         },
         "benchmark",

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import torch
 
@@ -13,13 +14,15 @@ from gpu_svc.kv_cache import KvShape
 from gpu_svc.model.checkpoint import CheckpointError, open_model
 from gpu_svc.model.load import load_decoder
 from gpu_svc.servicer import ExecutorServicer
+from gpu_svc.table_cache import TableCache, digest, processor_name
 from neoflex.v1 import executor_pb2, executor_pb2_grpc
+from svc_common import cpu_kernels
 from svc_common.config import Config, ConfigError, load_from_argv
 from svc_common.cores import usable_cores
 from svc_common.grpc_server import GrpcServer, ListenError, configure_logging, until_stop_signal
 from svc_common.memory import check_fits_memory, usable_memory_bytes
 from svc_common.model.spec import UnsupportedModelError
-from svc_common.model.store import ModelNotFoundError, resolve
+from svc_common.model.store import ModelNotFoundError, default_cache_dir, resolve
 
 _GRACE_S = 5.0
 
@@ -89,7 +92,7 @@ def make_executor(config: Config) -> Executor:
     host_dtype = None if config.kv.host_dtype == "auto" else KV_DTYPES[config.kv.host_dtype]
     shape = KvShape.of(spec, config.kv.block_tokens, kv_dtype, host_dtype)
     check_kv_sizes(config, shape.block_bytes, shape.host_block_bytes, _memory_bytes(device))
-    executor = Executor(decoder, shape, config.gpu.kv_bytes)
+    executor = Executor(decoder, shape, config.gpu.kv_bytes, _table_cache(config))
     logger.info(
         "%s (%s) on %s with %d threads: %s, KV %s, on the host %s; weights %d bytes; GPU KV %d blocks of %d bytes "
         "in %d",
@@ -106,6 +109,19 @@ def make_executor(config: Config) -> Executor:
         config.gpu.kv_bytes,
     )
     return executor
+
+
+def _table_cache(config: Config) -> TableCache | None:
+    if config.gpu.profile == "always":
+        return None
+    kernels = Path(cpu_kernels.__file__).parent.glob("*.so")
+    machine = {
+        "processor": processor_name(),
+        "instruction_set": config.cpu_attn.instruction_set,
+        "torch": torch.__version__,
+        "kernels": digest(kernels),
+    }
+    return TableCache(default_cache_dir() / "profiles", machine)
 
 
 async def _serve(config: Config, executor: Executor) -> None:

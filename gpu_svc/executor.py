@@ -3,6 +3,7 @@
 import logging
 import time
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,11 +12,14 @@ from gpu_svc.host_tier import HostTier
 from gpu_svc.kv_cache import GpuKvCache, KvShape
 from gpu_svc.limits import InvalidPlanError, Limits
 from gpu_svc.model.decoder import Decoder
-from gpu_svc.profiler import Tables
 from gpu_svc.recorder import NO_RECORDER, Recorder
+from gpu_svc.tables import Tables
 from svc_common.plan import ExecutionError, IterationPlan, IterationResult, Tier
 from svc_common.tensor_plane import PlaneError
 from svc_common.trace import TraceKind
+
+if TYPE_CHECKING:  # It needs Status, by way of wire.py.
+    from gpu_svc.table_cache import TableCache
 
 logger = logging.getLogger(__name__)
 
@@ -40,13 +44,16 @@ class Executor:
     All methods but `status` belong to one thread.
     """
 
-    def __init__(self, decoder: Decoder, kv_shape: KvShape, gpu_kv_bytes: int) -> None:
-        """`gpu_kv_bytes` caps the GPU's KV cache."""
+    def __init__(
+        self, decoder: Decoder, kv_shape: KvShape, gpu_kv_bytes: int, table_cache: "TableCache | None" = None
+    ) -> None:
+        """`gpu_kv_bytes` caps the GPU's KV cache. Without `table_cache` operations are measured each time."""
         self.decoder = decoder
         self.kv_shape = kv_shape
         self.weight_bytes = decoder.weight_bytes
         self.last_epoch = 0
         self._gpu_kv_cap_bytes = gpu_kv_bytes
+        self._table_cache = table_cache
         self._epoch: Epoch | None = None
         self._last_end_ns = 0
         self._recorder = Recorder(decoder.spec.num_layers)
@@ -74,7 +81,14 @@ class Executor:
         """Of an epoch that has run no plan. Raises PlaneError when the host tier is lost."""
         assert self._epoch is not None
         assert self._epoch.last_iteration == 0
-        tables = self._epoch.profiler().measure()
+        profiler = self._epoch.profiler()
+        tables = self._table_cache.load(profiler.facts()) if self._table_cache else None
+        if tables is None:
+            start_s = time.perf_counter()
+            tables = profiler.measure()
+            logger.info("operations measured in %.1f s", time.perf_counter() - start_s)
+            if self._table_cache:
+                self._table_cache.store(profiler.facts(), tables)
         self._last_end_ns = time.perf_counter_ns()
         return tables
 

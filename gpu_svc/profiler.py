@@ -6,8 +6,8 @@ it, time is linear in what still grows, and start-up must not take minutes.
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import cycle
 
@@ -18,40 +18,33 @@ from torch import Tensor
 from gpu_svc.attention import AttentionBackend, DecodeAttention
 from gpu_svc.batch import BatchBuilder
 from gpu_svc.host_tier import CpuWork, HostTier
-from gpu_svc.kv_cache import GpuKvCache
+from gpu_svc.kv_cache import GpuKvCache, KvPlaces
 from gpu_svc.kv_layout import KvBlocks
 from gpu_svc.kv_swap import BlockMoves, copy_blocks
 from gpu_svc.limits import Int32Array, Limits
 from gpu_svc.model.decoder import Decoder, Workspace
-from gpu_svc.pipeline import Stage
+from gpu_svc.pipeline import Stage, outputs, run_layers
 from gpu_svc.sampling import SamplingRows, sample
 from gpu_svc.sequences import SequenceTable
-from svc_common.plan import IterationPlan, Mode, NewSequence, SubBatch, Tier
+from gpu_svc.stopwatch import LONG_S, Stopwatch
+from gpu_svc.tables import Tables
+from svc_common.plan import IterationPlan, Mode, NewSequence, Sampling, SubBatch, Tier
 
-# A point is repeated until it has cost this much, but at least _MIN_RUNS and at most _MAX_RUNS times.
-_POINT_S = 0.02
-_MIN_RUNS, _MAX_RUNS = 3, 15
-# A point this long is run twice only, and is the last of its row where rows may end early.
-_LONG_S = 0.05
+_CPU_RUNS = 3
 _SWAP_BYTES = 16 * 2**20
+_ITERATION_SEQUENCES = 4  # A point of all tables, as is 1.
 
 
 @dataclass(frozen=True, slots=True)
-class Tables:
-    """Seconds, as OperationTables of the proto; a table is empty where its operation cannot run."""
+class _CpuTrip:
+    """A layer's decodes on the CPU, and where their time goes; seconds of one layer."""
 
-    linear: tuple[tuple[int, float], ...]
-    """(num_tokens, one layer)"""
-    prefill: tuple[tuple[int, int, float], ...]
-    """(chunk_tokens, past_tokens, one layer)"""
-    gpu_decode: tuple[tuple[int, int, float], ...]
-    """(num_sequences, context_tokens of all, one layer)"""
-    cpu_decode: tuple[tuple[int, int, float], ...]
-    """(num_sequences, context_tokens of all, one layer from submit to wait)"""
-    head: tuple[tuple[int, float], ...]
-    """(num_outputs, one iteration)"""
-    swap_bytes_per_s: float
-    iteration_s: float
+    num_sequences: int
+    context_tokens: int
+    """Of all sequences together."""
+    attention_s: float
+    copy_s: float
+    signal_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,32 +57,75 @@ class Profiler:
     host: HostTier | None
     backend: AttentionBackend
 
+    @property
+    def _watch(self) -> Stopwatch:
+        return Stopwatch(self.decoder.device)
+
+    def facts(self) -> dict[str, object]:
+        """All of this epoch that the tables depend on.
+
+        The CPU attention service is measured with the threads that it has at that time; where it gets others later,
+        online calibration follows.
+        """
+        decoder, shape, device = self.decoder, self.cache.shape, self.decoder.device
+        return {
+            "model": asdict(decoder.spec),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            "threads": torch.get_num_threads(),
+            "weight_dtype": str(decoder.weight_dtype),
+            "dtype": str(decoder.dtype),
+            "kv_dtype": str(shape.dtype),
+            "host_kv_dtype": str(shape.host_dtype),
+            "block_tokens": shape.block_tokens,
+            "gpu_blocks": self.cache.num_blocks,
+            "host_blocks": self.host.num_blocks if self.host else 0,
+            "cpu_attention_threads": self.host.num_threads if self.host else 0,
+            "limits": asdict(self.limits),
+        }
+
     @torch.inference_mode()
     def measure(self) -> Tables:
+        trips = list(self._cpu_trips())
+        copies = {trip.num_sequences: trip.copy_s for trip in trips}  # The longest contexts last: they cool the caches.
+        linear, decode, head = dict(self._linear()), tuple(self._gpu_decode()), dict(self._head())
         return Tables(
-            linear=tuple(self._linear()),
+            linear=tuple(linear.items()),
             prefill=tuple(self._prefill()),
-            gpu_decode=tuple(self._gpu_decode()),
-            cpu_decode=tuple(self._cpu_decode()),
-            head=tuple(self._head()),
+            gpu_decode=decode,
+            cpu_decode=tuple((trip.num_sequences, trip.context_tokens, trip.attention_s) for trip in trips),
+            head=tuple(head.items()),
             swap_bytes_per_s=self._swap_bytes_per_s(),
-            iteration_s=self._iteration_s(),
+            iteration_s=self._iteration_s(linear, {(n, context): s for n, context, s in decode}, head),
+            cpu_copy=tuple(copies.items()),
+            cpu_signal_s=statistics.median(trip.signal_s for trip in trips) if trips else 0.0,
         )
 
     def _linear(self) -> Iterator[tuple[int, float]]:
-        """Layer after layer, so that weights come from memory as they do in an iteration."""
-        spec = self.decoder.spec
+        """Layer after layer, so that weights come from memory as in an iteration; K and V are stored as well."""
+        spec, device = self.decoder.spec, self.decoder.device
         layers = cycle(range(spec.num_layers))
         for num_tokens in _steps(1, self.limits.max_batch_tokens, 2):
             hidden = self._noise(num_tokens, spec.hidden_size)
-            workspace = self.decoder.workspace(torch.arange(num_tokens, device=self.decoder.device))
+            workspace = self.decoder.workspace(torch.arange(num_tokens, device=device))
             attended = self._noise(num_tokens, spec.num_q_heads, spec.head_dim)
+            places = None
+            if self.cache.num_blocks:
+                # Each token to a block of its own, as those of decodes, as far as there are blocks.
+                blocks = np.arange(num_tokens) % self.cache.num_blocks
+                places = KvPlaces.on(device, blocks, np.zeros(num_tokens, np.int64))
 
-            yield num_tokens, self._least_s(partial(self._run_linear, hidden, workspace, attended, layers))
+            yield (
+                num_tokens,
+                self._watch.least_s(partial(self._run_linear, hidden, workspace, attended, places, layers)),
+            )
 
-    def _run_linear(self, hidden: Tensor, workspace: Workspace, attended: Tensor, layers: Iterator[int]) -> None:
+    def _run_linear(
+        self, hidden: Tensor, workspace: Workspace, attended: Tensor, places: KvPlaces | None, layers: Iterator[int]
+    ) -> None:
         layer = next(layers)
         self.decoder.pre_attention(layer, hidden, workspace)
+        if places is not None:
+            self.cache.write(layer, places, workspace.kv)
         self.decoder.post_attention(layer, attended, hidden)
 
     def _prefill(self) -> Iterator[tuple[int, int, float]]:
@@ -98,7 +134,7 @@ class Profiler:
         layer_blocks = self.cache.blocks[0]
         if not self.cache.num_blocks:
             layer_blocks = self._noise(1, *self.cache.blocks.shape[2:]).to(self.cache.shape.dtype)
-        for chunk_tokens in _steps(min(16, longest), longest, 4):
+        for chunk_tokens in _steps(1, longest, 4):
             q = self._noise(chunk_tokens, spec.num_q_heads, spec.head_dim)
             out = torch.empty_like(q)
             most_past = self.limits.max_sequence_tokens - chunk_tokens
@@ -107,9 +143,9 @@ class Profiler:
                 # More blocks than there are: repeated ones cost the same.
                 blocks = (np.arange(num_blocks) % len(layer_blocks)).astype(np.int32)
                 attention = self.backend.prefill(past_tokens, chunk_tokens, blocks)
-                seconds = self._least_s(partial(attention.run, q, layer_blocks, out))
+                seconds = self._watch.least_s(partial(attention.run, q, layer_blocks, out))
                 yield chunk_tokens, past_tokens, seconds
-                if seconds > _LONG_S:
+                if seconds > LONG_S:
                     break
 
     def _gpu_decode(self) -> Iterator[tuple[int, int, float]]:
@@ -119,13 +155,13 @@ class Profiler:
             q = self._noise(num_sequences, spec.num_q_heads, spec.head_dim)
             out = torch.empty_like(q)
             attention = self.backend.decode(np.full(num_sequences, context_tokens, np.int64), tables)
-            seconds = self._least_s(partial(self._run_decode, attention, q, out, layers))
+            seconds = self._watch.least_s(partial(self._run_decode, attention, q, out, layers))
             yield num_sequences, num_sequences * context_tokens, seconds
 
     def _run_decode(self, attention: DecodeAttention, q: Tensor, out: Tensor, layers: Iterator[int]) -> None:
         attention.run(q, self.cache.blocks[next(layers)], out)
 
-    def _cpu_decode(self) -> Iterator[tuple[int, int, float]]:
+    def _cpu_trips(self) -> "Iterator[_CpuTrip]":
         spec, host = self.decoder.spec, self.host
         if host is None:
             return
@@ -133,15 +169,31 @@ class Profiler:
             q = self._noise(num_sequences, spec.num_q_heads, spec.head_dim)
             kv = self._noise(num_sequences, 2, spec.num_kv_heads, spec.head_dim)
             out = torch.empty_like(q)
-            host.begin([CpuWork(0, np.full(num_sequences, context_tokens, np.int32), tables)], 0)
-            times = []
-            for _ in range(spec.num_layers):
-                start = time.perf_counter()
-                host.submit(0, q, kv, slice(0, num_sequences))
-                host.wait(0, out, slice(0, num_sequences))
-                times.append(time.perf_counter() - start)
-            host.finish()
-            yield num_sequences, num_sequences * context_tokens, statistics.median(times)
+            work = CpuWork(0, np.full(num_sequences, context_tokens, np.int32), tables)
+            passes: list[tuple[int, int, int]] = []
+            while len(passes) < _CPU_RUNS and sum(map(sum, passes)) < LONG_S * 1e9:
+                passes.append(self._trips_ns(host, work, q, kv, out))
+            # The least: what disturbs a measurement only adds. To waiting it may do either.
+            attention_ns, copy_ns, signal_ns = zip(*passes, strict=True)
+            yield _CpuTrip(
+                num_sequences,
+                num_sequences * context_tokens,
+                attention_s=min(attention_ns) / spec.num_layers / 1e9,
+                copy_s=min(copy_ns) / spec.num_layers / 1e9,
+                signal_s=statistics.median(signal_ns) / spec.num_layers / 1e9,
+            )
+
+    def _trips_ns(self, host: HostTier, work: CpuWork, q: Tensor, kv: Tensor, out: Tensor) -> tuple[int, int, int]:
+        """Nanoseconds of attention, of copies and of waiting for doorbells, through all layers."""
+        rows = slice(0, len(work))
+        host.begin([work], 0)
+        waited_before_ns, start_ns = host.wait_ns, time.perf_counter_ns()
+        for _ in range(self.decoder.spec.num_layers):
+            host.submit(work.slot, q, kv, rows)
+            host.wait(work.slot, out, rows)
+        total_ns, waited_ns = time.perf_counter_ns() - start_ns, host.wait_ns - waited_before_ns
+        attended_ns = host.finish().compute_ns
+        return attended_ns, total_ns - waited_ns, max(0, waited_ns - attended_ns)
 
     def _decode_grid(self, num_blocks: int) -> Iterator[tuple[int, int, Int32Array]]:
         """(num_sequences, context tokens of each, block tables) up to what the tier holds."""
@@ -156,11 +208,20 @@ class Profiler:
 
     def _head(self) -> Iterator[tuple[int, float]]:
         """With sampling at temperature 1, the default of requests."""
-        for num_outputs in _steps(1, min(self.limits.max_sequences, self.limits.max_batch_tokens), 4):
+        for num_outputs in _steps(1, min(self.limits.max_sequences, self.limits.max_batch_tokens), 2):
             hidden = self._noise(num_outputs, self.decoder.spec.hidden_size)
             rows = _default_rows(num_outputs)
-            seconds = self._least_s(partial(self._run_head, hidden, rows))
+            seconds = self._watch.least_s(partial(self._run_head, hidden, rows), self._run_layers)
             yield num_outputs, seconds
+
+    def _run_layers(self) -> None:
+        """One token through all layers: what caches held of anything else is gone."""
+        spec = self.decoder.spec
+        workspace = self.decoder.workspace(torch.zeros(1, dtype=torch.int64, device=self.decoder.device))
+        hidden, attended = self._noise(1, spec.hidden_size), self._noise(1, spec.num_q_heads, spec.head_dim)
+        layers = iter(range(spec.num_layers))
+        for _ in range(spec.num_layers):
+            self._run_linear(hidden, workspace, attended, None, layers)
 
     def _run_head(self, hidden: Tensor, rows: SamplingRows) -> None:
         sample(self.decoder.logits(hidden), rows)
@@ -180,55 +241,47 @@ class Profiler:
             copy_blocks(gpu, host, moves, shape.head_dim)
             copy_blocks(host, gpu, moves, shape.head_dim)
 
-        return 2 * num_blocks * block_bytes / self._least_s(there_and_back)
+        return 2 * num_blocks * block_bytes / self._watch.least_s(there_and_back)
 
-    def _iteration_s(self) -> float:
-        """Taking a plan over and building its batch, for as many sequences as commonly run."""
-        num_sequences = min(32, self.limits.max_sequences, self.limits.max_batch_tokens)
-        table = SequenceTable(
-            Limits(num_sequences, num_sequences, 2),
-            self.cache.shape.block_tokens,
-            2 * num_sequences,
-            0,
-            self.decoder.spec.vocab_size,
-        )
-        new = tuple(NewSequence(i, (0,), Tier.GPU, (2 * i, 2 * i + 1)) for i in range(num_sequences))
+    def _iteration_s(
+        self, linear: Mapping[int, float], decode: Mapping[tuple[int, int], float], head: Mapping[int, float]
+    ) -> float:
+        """What an iteration of a few decodes takes beside what the tables say of it; taking its plan over, at least."""
+        cache, watch = self.cache, self._watch
+        most = min(self.limits.max_sequences, self.limits.max_batch_tokens, cache.num_blocks or _ITERATION_SEQUENCES)
+        num = _ITERATION_SEQUENCES if most >= _ITERATION_SEQUENCES else 1
+        context_tokens = min(cache.shape.block_tokens, self.limits.max_sequence_tokens)
+        limits = Limits(num, num, context_tokens)
+        table = SequenceTable(limits, cache.shape.block_tokens, num, 0, self.decoder.spec.vocab_size)
+        new = tuple(NewSequence(i, (0,), Tier.GPU, (i,), Sampling(temperature=1.0)) for i in range(num))
         table.apply(IterationPlan(1, 1, Mode.GPU_ONLY, new_sequences=new))
-        table.computed_tokens[:] = 1
-        builder = BatchBuilder(table, self.backend, self.cache.shape, self.decoder.device)
-        work = SubBatch(gpu_decodes=tuple(range(num_sequences)))
+        table.prompt_tokens[:] = 0  # As if all of its tokens were generated.
+        builder = BatchBuilder(table, self.backend, cache.shape, self.decoder.device)
+        work = SubBatch(gpu_decodes=tuple(range(num)))
         plan = IterationPlan(1, 2, Mode.GPU_ONLY, sub_batches=(work,))
 
-        def run() -> None:
+        def prepare() -> Stage:
+            table.computed_tokens[:] = context_tokens - 1
             table.apply(plan)
             table.check_work(plan)
-            Stage(builder.build(work, 0), self.decoder, self.cache, None)
+            return Stage(builder.build(work, 0), self.decoder, cache, None)
 
-        return self._least_s(run)
+        def run() -> None:
+            stage = prepare()
+            run_layers(stage, None, self.decoder.spec.num_layers)
+            slots = stage.batch.output_slots
+            tokens, _ = sample(self.decoder.logits(outputs([stage])), table.sampling_rows(slots))
+            table.advance(work)
+            table.take_tokens(slots, tokens)
+
+        prepare_s = watch.least_s(prepare)
+        if not cache.num_blocks:
+            return prepare_s
+        layer_s = linear[num] + decode[num, num * context_tokens]
+        return max(prepare_s, watch.least_s(run) - self.decoder.spec.num_layers * layer_s - head[num])
 
     def _noise(self, *shape: int) -> Tensor:
         return torch.randn(shape, dtype=torch.float32).to(device=self.decoder.device, dtype=self.decoder.dtype)
-
-    def _least_s(self, run: Callable[[], object]) -> float:
-        """The least of several runs: what disturbs a measurement only ever adds."""
-        first_s = self._seconds(run)  # Kernels are chosen and buffers made on the first call.
-        if first_s > _LONG_S:
-            return min(first_s, self._seconds(run))
-        times: list[float] = []
-        while len(times) < _MIN_RUNS or (sum(times) < _POINT_S and len(times) < _MAX_RUNS):
-            times.append(self._seconds(run))
-        return min(times)
-
-    def _seconds(self, run: Callable[[], object]) -> float:
-        self._synchronize()
-        start = time.perf_counter()
-        run()
-        self._synchronize()
-        return time.perf_counter() - start
-
-    def _synchronize(self) -> None:
-        if self.decoder.device.type == "cuda":
-            torch.cuda.synchronize(self.decoder.device)
 
 
 def _steps(first: int, last: int, factor: int) -> Iterator[int]:

@@ -1,8 +1,13 @@
 """Turns protobuf messages of ExecutorService into values and back. Checks form only; the state is the executor's."""
 
+import math
+from typing import Any
+
+from google.protobuf import json_format
+
 from gpu_svc.executor import Status
 from gpu_svc.limits import InvalidPlanError
-from gpu_svc.profiler import Tables
+from gpu_svc.tables import Tables
 from neoflex.v1 import executor_pb2 as pb
 from svc_common.plan import (
     CohortStep,
@@ -135,7 +140,42 @@ def tables_to_pb(tables: Tables) -> pb.OperationTables:
         head=[pb.LinearPoint(num_tokens=n, seconds=s) for n, s in tables.head],
         swap_bytes_per_s=tables.swap_bytes_per_s,
         iteration_s=tables.iteration_s,
+        cpu_copy=[pb.LinearPoint(num_tokens=n, seconds=s) for n, s in tables.cpu_copy],
+        cpu_signal_s=tables.cpu_signal_s,
     )
+
+
+def tables_to_json(tables: Tables) -> dict[str, Any]:
+    """OperationTables in protobuf's JSON form."""
+    return json_format.MessageToDict(tables_to_pb(tables), preserving_proto_field_name=True)
+
+
+def tables_from_json(document: dict[str, Any]) -> Tables:
+    """What `tables_to_json` made. Raises ValueError for anything else."""
+    try:
+        message = json_format.ParseDict(document, pb.OperationTables())
+    except json_format.ParseError as error:
+        raise ValueError(str(error)) from error
+    tables = Tables(
+        linear=tuple((p.num_tokens, p.seconds) for p in message.linear),
+        prefill=tuple((p.chunk_tokens, p.past_tokens, p.seconds) for p in message.prefill),
+        gpu_decode=tuple((p.num_sequences, p.context_tokens, p.seconds) for p in message.gpu_decode),
+        cpu_decode=tuple((p.num_sequences, p.context_tokens, p.seconds) for p in message.cpu_decode),
+        head=tuple((p.num_tokens, p.seconds) for p in message.head),
+        swap_bytes_per_s=message.swap_bytes_per_s,
+        iteration_s=message.iteration_s,
+        cpu_copy=tuple((p.num_tokens, p.seconds) for p in message.cpu_copy),
+        cpu_signal_s=message.cpu_signal_s,
+    )
+    points = (tables.linear, tables.prefill, tables.gpu_decode, tables.cpu_decode, tables.head, tables.cpu_copy)
+    values = (tables.swap_bytes_per_s, tables.iteration_s, tables.cpu_signal_s)
+    if not all(
+        math.isfinite(v) and v >= 0 for v in (*values, *(v for table in points for point in table for v in point))
+    ):
+        raise ValueError("a value is negative or no number")
+    if not (tables.linear and tables.head):
+        raise ValueError("tables without a point")
+    return tables
 
 
 def _decode_point(num_sequences: int, context_tokens: int, seconds: float) -> pb.DecodePoint:

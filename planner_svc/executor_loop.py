@@ -25,7 +25,7 @@ from planner_svc.executor_client import (
 from planner_svc.scheduler import Capacity, TokenEvent
 from planner_svc.traces import Traces
 from svc_common.errors import unavailable
-from svc_common.plan import ExecutionError, IterationResult
+from svc_common.plan import ExecutionError, IterationPlan, IterationResult
 
 PLANS_AHEAD = 2
 """One runs, one waits."""
@@ -194,7 +194,7 @@ class ExecutorLoop:
             stream.close()
 
     async def _exchange(self, stream: PlanStream, results: "deque[IterationResult | Exception]") -> EpochEnd:
-        num_in_flight = 0
+        in_flight: deque[IterationPlan] = deque()
         self._engine.wake.set()
         while True:
             await self._engine.wake.wait()
@@ -209,16 +209,16 @@ class ExecutorLoop:
                 if result.error is not None:
                     end = self._end_of(result)
                 else:
-                    num_in_flight -= 1
+                    plan = in_flight.popleft()
                     tokens += self._engine.apply(result)
                     self._cores.observe(result)
                     if result.trace is not None:
-                        self._traces.publish(result.trace)
+                        self._traces.publish(replace(result.trace, predicted_ns=round(plan.predicted_s * 1e9)))
             # Plan first: the executor must not wait while text is made of tokens.
-            while end is None and num_in_flight < PLANS_AHEAD and (plan := self._engine.plan()):
-                self._cores.planned(plan, self._engine.num_on_host)
-                await stream.send(replace(plan, trace=True) if self._traces.are_wanted else plan)
-                num_in_flight += 1
+            while end is None and len(in_flight) < PLANS_AHEAD and (next_plan := self._engine.plan()):
+                self._cores.planned(next_plan, self._engine.num_on_host)
+                await stream.send(replace(next_plan, trace=True) if self._traces.are_wanted else next_plan)
+                in_flight.append(next_plan)
             self._engine.deliver(tokens)
             if end is not None:
                 return end

@@ -136,6 +136,8 @@ def tables_from_message(message: pb.OperationTables) -> OperationTables:
         head=_linear_points(message.head),
         swap_bytes_per_s=message.swap_bytes_per_s,
         iteration_s=message.iteration_s,
+        cpu_copy=_linear_points(message.cpu_copy),
+        cpu_signal_s=message.cpu_signal_s,
     )
 
 

@@ -160,6 +160,10 @@ class GpuConfig(Section):
     """Cap of the GPU KV cache. 0 keeps all KV on the host."""
     num_threads: Annotated[int, Field(ge=0)] = 0
     """Threads of torch on the CPU device; 0: the cores this process may use, less those of cpu_attn_svc."""
+    profile: Literal["auto", "always"] = "auto"
+    """Operations are measured at start-up, which takes seconds to minutes. "auto" keeps what was measured in the user's
+    cache directory, and takes it from there where machine, model and limits are the same; "always" measures at each
+    start and keeps nothing."""
 
 
 class CpuAttnConfig(Section):

@@ -96,6 +96,8 @@ class IterationTrace:
     """One after another without a gap."""
     cpu: TraceEvents = TraceEvents()
     """One after another; none where the CPU attention service had nothing to attend."""
+    predicted_ns: int = 0
+    """What the planner predicted duration_ns to be; 0 where it predicted nothing."""
 
     @property
     def end_ns(self) -> int:

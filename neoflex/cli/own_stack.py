@@ -25,6 +25,7 @@ def own_stack_config(mode: str, gpu_kv_bytes: str, host_kv_bytes: str) -> Iterat
             ("planner", "listen"): "127.0.0.1:0",
             ("planner", "mode"): mode,
             ("gpu", "kv_bytes"): gpu_kv_bytes,
+            ("gpu", "profile"): "always",  # Nothing is left afterwards.
             ("cpu_attn", "kv_bytes"): host_kv_bytes,
             ("cpu_attn", "segment_dir"): segment_dir,
         }

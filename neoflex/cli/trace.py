@@ -150,6 +150,12 @@ def _table(summary: Summary) -> Table:
     table.add_row("a layer's hop, median", f"{summary.hop_p50_ns / 1e3:.0f} µs")
     table.add_row("all hops", f"{summary.hop_share:.1%}")
     table.add_row("iteration, median", _describe(summary.median))
+    if summary.num_predicted:
+        table.add_row(
+            "predicted against measured",
+            f"{summary.predicted_share - 1:+.1%} in all, off by {summary.error_p50:.1%} "
+            f"(median), {summary.error_p95:.1%} (95 of 100 less)",
+        )
     slowest = summary.slowest
     table.add_row(f"iteration, slowest: {slowest.iteration}", _describe(times_of(slowest)))
     return table

@@ -60,6 +60,7 @@ def _iteration(trace: IterationTrace, base_ns: int) -> Iterator[dict[str, Any]]:
         "iteration": trace.iteration,
         "epoch": trace.epoch,
         "mode": trace.mode.value,
+        "predicted_ms": trace.predicted_ns / 1e6,
         "sub_batches": [
             {
                 "index": _place(batch.index),

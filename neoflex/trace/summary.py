@@ -103,6 +103,13 @@ class Summary:
     median: IterationTimes
     """The iteration of median duration."""
     slowest: IterationTrace
+    num_predicted: int
+    """Iterations whose duration was predicted."""
+    error_p50: float
+    """Of |predicted - measured| / measured over those iterations."""
+    error_p95: float
+    predicted_share: float
+    """All predicted durations over all measured ones; above 1 the planner is too cautious."""
 
     def describe_modes(self) -> str:
         """The most frequent first."""
@@ -119,6 +126,8 @@ def summarize(traces: Sequence[IterationTrace]) -> Summary:
     """Of at least one iteration, in the order they ran."""
     times = [times_of(trace) for trace in traces]
     wall_ns = traces[-1].end_ns - traces[0].start_ns
+    predicted = [trace for trace in traces if trace.predicted_ns]
+    errors = sorted(abs(trace.predicted_ns / trace.duration_ns - 1) for trace in predicted)
     hops = [hop for each in times for hop in each.hops_ns]
     return Summary(
         num_iterations=len(traces),
@@ -137,4 +146,9 @@ def summarize(traces: Sequence[IterationTrace]) -> Summary:
         hop_share=sum(hops) / wall_ns,
         median=sorted(times, key=lambda each: each.total_ns)[len(times) // 2],
         slowest=max(traces, key=lambda trace: trace.duration_ns),
+        num_predicted=len(predicted),
+        error_p50=statistics.median(errors) if errors else 0.0,
+        error_p95=errors[int(0.95 * len(errors))] if errors else 0.0,
+        predicted_share=sum(trace.predicted_ns for trace in predicted)
+        / max(1, sum(trace.duration_ns for trace in predicted)),
     )

@@ -6,6 +6,7 @@ from planner_svc.estimator.estimator import (
     NO_COHORT,
     CohortLoad,
     Estimator,
+    Question,
     SubBatchLoad,
     hidden_cohort_layers,
 )
@@ -13,6 +14,7 @@ from planner_svc.estimator.hardware import HardwareSpec, ModelFigures
 from planner_svc.estimator.roofline import RooflineEstimator
 from planner_svc.estimator.table_estimator import TableEstimator
 from planner_svc.estimator.tables import DecodePoint, LinearPoint, OperationTables, PrefillPoint
+from planner_svc.estimator.terms import Factors, Terms
 from planner_svc.estimator.timeline import Timeline
 
 __all__ = [
@@ -22,14 +24,17 @@ __all__ = [
     "CohortLoad",
     "DecodePoint",
     "Estimator",
+    "Factors",
     "HardwareSpec",
     "LinearPoint",
     "ModelFigures",
     "OperationTables",
     "PrefillPoint",
+    "Question",
     "RooflineEstimator",
     "SubBatchLoad",
     "TableEstimator",
+    "Terms",
     "Timeline",
     "hidden_cohort_layers",
 ]

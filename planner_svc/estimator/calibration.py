@@ -1,33 +1,88 @@
-"""Corrects predictions by what iterations really took; fed by the scheduler from each result."""
+"""Corrects predictions by what iterations really took: each part of the cost by itself, and then what remains."""
 
-from svc_common.plan import Mode
+from collections import deque
+from statistics import median
+
+from planner_svc.estimator.estimator import Estimator, Question
+from planner_svc.estimator.fit import Fit
+from planner_svc.estimator.terms import Factors, Terms
+from svc_common.plan import Mode, Timings
 
 _WEIGHT = 0.1
 """Of the newest ratio in the moving average: about the last ten iterations count."""
-_LOWEST, _HIGHEST = 0.25, 4.0
-"""One stall, or one wrong clock, must not put a mode out of reach."""
+_LOWEST, _HIGHEST = 0.5, 2.0
+"""Of what remains for a mode."""
+_NUM_RATIOS = 3
+"""Their median counts, so that one stall does not."""
 
 
 class Calibration:
-    """A moving average of measured / predicted seconds for each mode."""
+    """Multipliers for each part of an estimator's cost model, and one for each mode on top."""
 
-    def __init__(self) -> None:
-        self._factors: dict[Mode, float] = {}
+    def __init__(self, estimator: Estimator) -> None:
+        self.base = estimator
+        """As it was given, uncorrected."""
+        self._factors = Factors()
+        self.estimator = estimator.calibrated(self._factors)
+        """Predicts as `estimator`, each part corrected by what was observed so far."""
+        self._gpu = Fit((1.0, 1.0, 1.0, 1.0, 1.0, 0.0))
+        self._cpu, self._head, self._swap = Fit((1.0,)), Fit((1.0,)), Fit((1.0,))
+        self._remainders: dict[Mode, _Remainder] = {}
 
     def factor(self, mode: Mode) -> float:
-        """Multiply an uncalibrated prediction by this.
+        """Multiply a prediction of `estimator` by this: what its parts together still miss in this mode."""
+        return self._remainders[mode].value if mode in self._remainders else 1.0
 
-        A mode that has not run yet takes the other's: much of what makes a table wrong is common to both, and the mode
-        that is corrected first must not win or lose by that alone.
+    def observe(self, mode: Mode, question: Question, timings: Timings) -> None:
+        """`question`: what `iteration_s` was asked when this iteration was planned.
+
+        An iteration without a prediction or without a clock says nothing.
         """
-        if mode in self._factors:
-            return self._factors[mode]
-        return next(iter(self._factors.values()), 1.0)
-
-    def observe(self, mode: Mode, predicted_s: float, measured_s: float) -> None:
-        """`predicted_s` is uncalibrated. An iteration without a prediction or without a clock says nothing."""
-        if predicted_s <= 0 or measured_s <= 0:
+        total_s = timings.total_ns / 1e9
+        if total_s <= 0:
             return
-        ratio = min(_HIGHEST, max(_LOWEST, measured_s / predicted_s))
-        before = self.factor(mode)
-        self._factors[mode] = before + _WEIGHT * (ratio - before)
+        self._fit(self.estimator.terms(*question), timings)
+        predicted_s = self.estimator.iteration_s(*question)
+        if predicted_s > 0:
+            self._remainders.setdefault(mode, _Remainder()).observe(total_s / predicted_s)
+
+    def _fit(self, terms: Terms, timings: Timings) -> None:
+        """`terms` are multiplied by the factors so far."""
+        factors = self._factors
+        head_s, swap_s = timings.head_ns / 1e9, timings.swap_ns / 1e9
+        self._cpu.observe((terms.cpu_decode_s / factors.cpu_decode,), timings.cpu_attention_ns / 1e9)
+        self._head.observe((terms.head_s / factors.head,), head_s)
+        if swap_s > 0 and terms.swap_s > 0:
+            self._swap.observe((terms.swap_s / factors.swap,), swap_s + terms.swap_hidden_s)
+        known_s = timings.cpu_wait_ns / 1e9 + swap_s + (head_s or terms.head_s)
+        gpu = (
+            terms.weights_s / factors.weights,
+            terms.tokens_s / factors.tokens,
+            terms.prefill_s / factors.prefill,
+            terms.gpu_decode_s / factors.gpu_decode,
+            terms.overhead_s / factors.overhead,
+            terms.overlap_s,
+        )
+        self._gpu.observe(gpu, timings.total_ns / 1e9 - known_s)
+        factors.cpu_decode, factors.head, factors.swap = (fit.values[0] for fit in (self._cpu, self._head, self._swap))
+        (
+            factors.weights,
+            factors.tokens,
+            factors.prefill,
+            factors.gpu_decode,
+            factors.overhead,
+            factors.contention,
+        ) = self._gpu.values
+
+
+class _Remainder:
+    """A moving average of measured / predicted."""
+
+    def __init__(self) -> None:
+        self.value = 1.0
+        self._last: deque[float] = deque(maxlen=_NUM_RATIOS)
+
+    def observe(self, ratio: float) -> None:
+        self._last.append(ratio)
+        ratio = min(_HIGHEST, max(_LOWEST, median(self._last)))
+        self.value += _WEIGHT * (ratio - self.value)

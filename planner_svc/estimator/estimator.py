@@ -1,7 +1,9 @@
 """What the scheduler may ask of any estimator, and the load it asks about."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
+
+from planner_svc.estimator.terms import Factors, Terms
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,9 @@ class CohortLoad:
 
 EMPTY_LOAD = SubBatchLoad()
 NO_COHORT = CohortLoad()
+
+Question = tuple[SubBatchLoad, SubBatchLoad, int, int, CohortLoad]
+"""All arguments of `iteration_s`."""
 
 
 def hidden_cohort_layers(num_layers: int, layer_s: float, attention_s: float) -> float:
@@ -100,4 +105,19 @@ class Estimator(Protocol):
 
         Beside a cohort there is no second one. Swaps are bytes over all layers, out to the host and in to the GPU.
         """
+        ...
+
+    def terms(
+        self,
+        first: SubBatchLoad,
+        second: SubBatchLoad = EMPTY_LOAD,
+        swap_out_bytes: int = 0,
+        swap_in_bytes: int = 0,
+        cohort: CohortLoad = NO_COHORT,
+    ) -> Terms:
+        """The parts of `iteration_s`, in seconds of the whole iteration."""
+        ...
+
+    def calibrated(self, factors: Factors) -> Self:
+        """The same estimator with its operations multiplied by `factors`, which may change later on."""
         ...

@@ -48,13 +48,17 @@ class Surface:
     Rows need not have the same y's: a row is interpolated, or extended by its last slope, where another was measured.
     """
 
-    def __init__(self, points: Iterable[tuple[float, float, float]]) -> None:
-        """`points` are (x, y, seconds), at least one."""
+    def __init__(self, points: Iterable[tuple[float, float, float]], per_x: bool = False) -> None:
+        """`points` are (x, y, seconds), at least one, x above 0.
+
+        `per_x`: what is linear between measured x's is seconds / x, as where each of x tokens sees all before it.
+        """
         by_x: defaultdict[float, list[tuple[float, float]]] = defaultdict(list)
         for x, y, seconds in points:
             by_x[x].append((y, seconds))
         if not by_x:
             raise ValueError("a surface needs at least one point")
+        self._per_x = per_x
         self._xs = sorted(by_x)
         ys = sorted({y for row in by_x.values() for y, _ in row})
         self._rows: list[Curve] = []
@@ -87,4 +91,9 @@ class Surface:
             return low
         if index == len(self._rows) - 1:
             return low + self._slope_beyond(y) * past
-        return low + (self._rows[index + 1](y) - low) * past / (self._xs[index + 1] - self._xs[index])
+        before, after, high = self._xs[index], self._xs[index + 1], self._rows[index + 1](y)
+        share = past / (after - before)
+        if self._per_x:
+            # Where seconds / x falls, x times it could exceed what was measured after it.
+            return max(low, min(high, x * (low / before + (high / after - low / before) * share)))
+        return low + (high - low) * share

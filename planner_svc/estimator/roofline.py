@@ -16,10 +16,13 @@ whole. A whole number m of them takes the longer of what the GPU and what the co
 up to m = floor(x) the former, so that the cohort costs its linear operations alone; where x is whole both agree.
 """
 
+import copy
 from collections.abc import Iterable
+from typing import Self
 
 from planner_svc.estimator.estimator import EMPTY_LOAD, NO_COHORT, CohortLoad, SubBatchLoad
 from planner_svc.estimator.hardware import HardwareSpec, ModelFigures
+from planner_svc.estimator.terms import Factors, Terms
 from planner_svc.estimator.timeline import Timeline
 
 
@@ -47,34 +50,54 @@ class RooflineEstimator:
         self._head_token_s = 2 * head_parameters / linear_flops_per_s
         self._link_byte_s = 1 / hardware.link_bytes_per_s
         self._iteration_s = hardware.iteration_s
+        self._factors = Factors()
+
+    def calibrated(self, factors: Factors) -> Self:
+        """A copy that reads `factors`."""
+        other = copy.copy(self)
+        other._factors = factors
+        return other
 
     def linear_s(self, num_tokens: int) -> float:
         """Of one layer."""
         if num_tokens <= 0:
             return 0.0
-        return max(self.linear_token_s * num_tokens, self.linear_floor_s) + self.launch_s
+        weights_s, tokens_s = self._linear_parts_s(num_tokens)
+        return weights_s + tokens_s
+
+    def _linear_parts_s(self, num_tokens: int) -> tuple[float, float]:
+        """Reading the weights and launches, and arithmetic: of reading and arithmetic, the longer one counts."""
+        factors = self._factors
+        floor_s, launch_s = factors.weights * self.linear_floor_s, factors.weights * self.launch_s
+        tokens_s = factors.tokens * self.linear_token_s * num_tokens
+        return (launch_s, tokens_s) if tokens_s > floor_s else (floor_s + launch_s, 0.0)
 
     def prefill_s(self, chunk_tokens: int, past_tokens: int) -> float:
         """Of one layer. A chunk's token sees all before the chunk and half of the chunk."""
-        return self._prefill_pair_s * chunk_tokens * (past_tokens + chunk_tokens / 2)
+        return self._factors.prefill * self._prefill_pair_s * chunk_tokens * (past_tokens + chunk_tokens / 2)
 
     def gpu_decode_s(self, num_sequences: int, context_tokens: int) -> float:
         """Of one layer."""
-        return context_tokens * self._gpu_context_token_s
+        return self._factors.gpu_decode * self._gpu_context_token_s * context_tokens
 
     def cpu_decode_s(self, num_sequences: int, context_tokens: int) -> float:
         """Of one layer."""
         if num_sequences == 0:
             return 0.0
-        return context_tokens * self._cpu_context_token_s + num_sequences * self._cpu_sequence_s + self._cpu_hop_s
+        return self._cpu_attention_s(num_sequences, context_tokens) + self._cpu_hop_s
+
+    def _cpu_attention_s(self, num_sequences: int, context_tokens: int) -> float:
+        """Without the way there and back."""
+        attention_s = context_tokens * self._cpu_context_token_s + num_sequences * self._cpu_sequence_s
+        return self._factors.cpu_decode * attention_s
 
     def head_s(self, num_outputs: int) -> float:
         """Of one iteration. The weights are read whatever the number of outputs."""
-        return self._head_floor_s + self._head_token_s * num_outputs
+        return self._factors.head * (self._head_floor_s + self._head_token_s * num_outputs)
 
     def swap_s(self, num_bytes: int) -> float:
         """Of all layers, one way."""
-        return num_bytes * self._link_byte_s
+        return self._factors.swap * self._link_byte_s * num_bytes
 
     def iteration_s(
         self,
@@ -90,7 +113,51 @@ class RooflineEstimator:
         swap_in_bytes += self.kv_bytes_per_token * (first.host_past_tokens + second.host_past_tokens)
         swap_s = self.swap_s(max(swap_out_bytes, swap_in_bytes))
         num_items = first.num_items + second.num_items + cohort.num_outputs
-        return max(layers_s, swap_s) + self.head_s(num_items) + self._iteration_s
+        return max(layers_s, swap_s) + self.head_s(num_items) + self._overhead_s()
+
+    def _overhead_s(self) -> float:
+        return self._factors.overhead * self._iteration_s
+
+    def terms(
+        self,
+        first: SubBatchLoad,
+        second: SubBatchLoad = EMPTY_LOAD,
+        swap_out_bytes: int = 0,
+        swap_in_bytes: int = 0,
+        cohort: CohortLoad = NO_COHORT,
+    ) -> Terms:
+        """The same iteration by its parts; the GPU's work is not slowed by the CPU's."""
+        # (layers, tokens in each, sequences and context attended on the CPU in each)
+        passes = [
+            (self.num_layers, load.num_tokens, load.num_cpu_decodes, load.cpu_context_tokens)
+            for load in (first, second)
+        ]
+        passes.append((cohort.num_layers, cohort.num_sequences, cohort.num_sequences, cohort.context_tokens))
+        weights_s = tokens_s = cpu_s = 0.0
+        for num_layers, num_tokens, num_cpu, cpu_context in passes:
+            if num_tokens:
+                parts = self._linear_parts_s(num_tokens)
+                weights_s += num_layers * parts[0]
+                tokens_s += num_layers * parts[1]
+                cpu_s += num_layers * self._cpu_attention_s(num_cpu, cpu_context)
+        prefill_s = self.num_layers * sum(_prefills_s(self, load.prefill_chunks) for load in (first, second))
+        decode_s = self.num_layers * self.gpu_decode_s(first.num_gpu_decodes, first.gpu_context_tokens)
+        layers_s = self._layers_s(first, second, cohort)
+        swap_out_bytes += self.kv_bytes_per_token * (first.host_prefill_tokens + second.host_prefill_tokens)
+        swap_in_bytes += self.kv_bytes_per_token * (first.host_past_tokens + second.host_past_tokens)
+        swap_s = self.swap_s(max(swap_out_bytes, swap_in_bytes))
+        return Terms(
+            weights_s=weights_s,
+            tokens_s=tokens_s,
+            prefill_s=prefill_s,
+            gpu_decode_s=decode_s,
+            overhead_s=self._overhead_s(),
+            cpu_wait_s=max(0.0, layers_s - weights_s - tokens_s - prefill_s - decode_s),
+            cpu_decode_s=cpu_s,
+            head_s=self.head_s(first.num_items + second.num_items + cohort.num_outputs),
+            swap_s=swap_s,
+            swap_hidden_s=layers_s,
+        )
 
     def timeline(
         self,
@@ -105,7 +172,7 @@ class RooflineEstimator:
         swap_out_bytes += self.kv_bytes_per_token * (first.host_prefill_tokens + second.host_prefill_tokens)
         swap_in_bytes += self.kv_bytes_per_token * (first.host_past_tokens + second.host_past_tokens)
         gpu_layer_s = sum(self.linear_s(load.num_tokens) + self._gpu_attention_s(load) for load in (first, second))
-        cpu_layer_s = sum(self._cpu_attention_s(load) for load in (first, second))
+        cpu_layer_s = sum(self._cpu_s(load) for load in (first, second))
         cohort_linear_s = self.linear_s(cohort.num_sequences)
         cohort_cpu_s = self.cpu_decode_s(cohort.num_sequences, cohort.context_tokens)
         num_items = first.num_items + second.num_items + cohort.num_outputs
@@ -121,12 +188,12 @@ class RooflineEstimator:
         linear0, gpu0, cpu0 = (
             self.linear_s(first.num_tokens),
             self._gpu_attention_s(first),
-            self._cpu_attention_s(first),
+            self._cpu_s(first),
         )
         if second.num_tokens == 0:
             return self._beside_cohort_s(linear0 + max(gpu0, cpu0), cohort)
         linear1 = self.linear_s(second.num_tokens)
-        gpu1, cpu1 = self._gpu_attention_s(second), self._cpu_attention_s(second)
+        gpu1, cpu1 = self._gpu_attention_s(second), self._cpu_s(second)
         stages_s = max(linear0 + gpu1, cpu1) + max(linear1 + gpu0, cpu0)
         ends_s = (linear0 + linear1) / 2 + max(linear1 / 2 + gpu0, cpu0) + max(linear0 / 2 + gpu1, cpu1)
         return (self.num_layers - 1) * stages_s + ends_s
@@ -143,7 +210,7 @@ class RooflineEstimator:
         decode_s = self.gpu_decode_s(load.num_gpu_decodes, load.gpu_context_tokens)
         return decode_s + _prefills_s(self, load.prefill_chunks)
 
-    def _cpu_attention_s(self, load: SubBatchLoad) -> float:
+    def _cpu_s(self, load: SubBatchLoad) -> float:
         return self.cpu_decode_s(load.num_cpu_decodes, load.cpu_context_tokens)
 
 

@@ -1,52 +1,100 @@
 """Predicts from the tables that the executor measured at start-up."""
 
+import copy
 from collections.abc import Sequence
+from typing import NamedTuple, Self
 
 from planner_svc.estimator.estimator import EMPTY_LOAD, NO_COHORT, CohortLoad, SubBatchLoad
 from planner_svc.estimator.interpolation import Curve, Surface
 from planner_svc.estimator.tables import DecodePoint, LinearPoint, OperationTables
+from planner_svc.estimator.terms import Factors, Terms
+from planner_svc.estimator.timeline import Timeline
+
+
+class _Layers(NamedTuple):
+    """Seconds of all layers of an iteration."""
+
+    gpu_s: float
+    """The GPU's work, as slow as it is beside the CPU's."""
+    cpu_wait_s: float
+    overlap_s: float
+    """In which both would work if neither slowed the other."""
 
 
 class TableEstimator:
-    """An Estimator over OperationTables. Uncalibrated: `Calibration` corrects what it says."""
+    """An Estimator over OperationTables."""
 
     def __init__(self, tables: OperationTables, num_layers: int) -> None:
         self.num_layers = num_layers
         self.cpu_scale = 1.0
         """On attention on the CPU, where other threads compute than those that were measured."""
         self._linear = _curve(tables.linear)
+        self._weights_s = self._linear(1) if self._linear else 0.0
         self._prefill = (
-            Surface((p.chunk_tokens, p.past_tokens, p.seconds) for p in tables.prefill) if tables.prefill else None
+            Surface(((p.chunk_tokens, p.past_tokens, p.seconds) for p in tables.prefill), per_x=True)
+            if tables.prefill
+            else None
         )
         self._gpu_decode = _decode_surface(tables.gpu_decode)
         self._cpu_decode = _decode_surface(tables.cpu_decode)
+        self._cpu_copy = _curve(tables.cpu_copy)
+        self._cpu_signal_s = tables.cpu_signal_s
         self._head = _curve(tables.head)
         self._s_per_swap_byte = 1 / tables.swap_bytes_per_s if tables.swap_bytes_per_s > 0 else 0.0
         self._overhead_s = max(0.0, tables.iteration_s)
+        self._factors = Factors()
+        self._base = self
+        """What calibrated copies share `cpu_scale` with."""
+
+    def calibrated(self, factors: Factors) -> Self:
+        """A copy that reads `factors`."""
+        other = copy.copy(self)
+        other._factors = factors
+        return other
 
     def linear_s(self, num_tokens: int) -> float:
         """Of one layer."""
-        return self._linear(num_tokens) if self._linear and num_tokens > 0 else 0.0
+        weights_s, tokens_s = self._linear_parts_s(num_tokens)
+        return weights_s + tokens_s
+
+    def _linear_parts_s(self, num_tokens: int) -> tuple[float, float]:
+        """What one token takes, and what the others add."""
+        if not self._linear or num_tokens <= 0:
+            return 0.0, 0.0
+        factors = self._factors
+        return factors.weights * self._weights_s, factors.tokens * (self._linear(num_tokens) - self._weights_s)
 
     def prefill_s(self, chunk_tokens: int, past_tokens: int) -> float:
         """Of one layer."""
-        return self._prefill(chunk_tokens, past_tokens) if self._prefill and chunk_tokens > 0 else 0.0
+        if not self._prefill or chunk_tokens <= 0:
+            return 0.0
+        return self._factors.prefill * self._prefill(chunk_tokens, past_tokens)
 
     def gpu_decode_s(self, num_sequences: int, context_tokens: int) -> float:
         """Of one layer."""
-        return _decode_s(self._gpu_decode, num_sequences, context_tokens)
+        return self._factors.gpu_decode * _decode_s(self._gpu_decode, num_sequences, context_tokens)
 
     def cpu_decode_s(self, num_sequences: int, context_tokens: int) -> float:
         """Of one layer."""
-        return self.cpu_scale * _decode_s(self._cpu_decode, num_sequences, context_tokens)
+        if num_sequences <= 0:
+            return 0.0
+        return self._cpu_attention_s(num_sequences, context_tokens) + self._cpu_signal_s
+
+    def _cpu_attention_s(self, num_sequences: int, context_tokens: int) -> float:
+        scale = self._factors.cpu_decode * self._base.cpu_scale
+        return scale * _decode_s(self._cpu_decode, num_sequences, context_tokens)
+
+    def _cpu_copy_s(self, num_sequences: int) -> float:
+        """Of one layer: q, k and v to the CPU and its answer back."""
+        return self._factors.overhead * self._cpu_copy(num_sequences) if self._cpu_copy and num_sequences > 0 else 0.0
 
     def head_s(self, num_outputs: int) -> float:
         """Of one iteration."""
-        return self._head(num_outputs) if self._head and num_outputs > 0 else 0.0
+        return self._factors.head * self._head(num_outputs) if self._head and num_outputs > 0 else 0.0
 
     def swap_s(self, num_bytes: int) -> float:
         """Of all layers."""
-        return num_bytes * self._s_per_swap_byte
+        return self._factors.swap * self._s_per_swap_byte * num_bytes
 
     def iteration_s(
         self,
@@ -56,43 +104,115 @@ class TableEstimator:
         swap_in_bytes: int = 0,
         cohort: CohortLoad = NO_COHORT,
     ) -> float:
-        """One batch: L * (lin0 + max{pre0 + gdec0, cpu0}); the GPU's attention runs beside the CPU's.
-
-        Two, after NEO (MLSys 2025), section 4, the second without GPU decodes; it attends its prompts beside the
-        first's: L * (max{lin0 + pre0 + pre1, cpu1} + max{lin1 + gdec0, cpu0}). The executor copies before the layers.
-        """
-        linear_s = self.linear_s(first.num_tokens)
-        chunks = (*first.prefill_chunks, *second.prefill_chunks)
-        prefill_s = sum(self.prefill_s(chunk, past) for chunk, past in chunks)
-        gpu_decode_s = self.gpu_decode_s(first.num_gpu_decodes, first.gpu_context_tokens)
-        cpu_s = self.cpu_decode_s(first.num_cpu_decodes, first.cpu_context_tokens)
-        if second.num_tokens == 0:
-            layers_s = self._beside_cohort_s(linear_s + max(prefill_s + gpu_decode_s, cpu_s), cohort)
-        else:
-            second_linear_s = self.linear_s(second.num_tokens)
-            second_cpu_s = self.cpu_decode_s(second.num_cpu_decodes, second.cpu_context_tokens)
-            layer_s = max(linear_s + prefill_s, second_cpu_s) + max(second_linear_s + gpu_decode_s, cpu_s)
-            layers_s = self.num_layers * layer_s
+        """Layers, head, swaps, which the executor makes before the layers, and a constant."""
+        layers = self._layers(first, second, cohort)
         return (
-            layers_s
+            layers.gpu_s
+            + layers.cpu_wait_s
             + self.head_s(first.num_outputs + second.num_outputs + cohort.num_outputs)
             + self.swap_s(swap_out_bytes + swap_in_bytes)
-            + self._overhead_s
+            + self._factors.overhead * self._overhead_s
         )
 
-    def _beside_cohort_s(self, layer_s: float, cohort: CohortLoad) -> float:
+    def _layers(self, first: SubBatchLoad, second: SubBatchLoad, cohort: CohortLoad) -> _Layers:
+        """One batch: its linear operations, then the GPU's attention beside the CPU's.
+
+        Two sub-batches: each side works through its queue and may run ahead of the other by one part, so a layer takes
+        as long as the longest cycle of what waits for what (gpu_svc/pipeline.py): all of the GPU's work, all of the
+        CPU's, or one sub-batch's own way through both.
+        """
+        num_layers = self.num_layers
+        linear0 = self.linear_s(first.num_tokens) + self._cpu_copy_s(first.num_cpu_decodes)
+        attention_s = self.gpu_decode_s(first.num_gpu_decodes, first.gpu_context_tokens)
+        for load in (first, second):
+            for chunk, past in load.prefill_chunks:
+                attention_s += self.prefill_s(chunk, past)
+        cpu0 = self.cpu_decode_s(first.num_cpu_decodes, first.cpu_context_tokens)
+        contention = self._factors.contention
+        if second.num_tokens == 0:
+            if cohort.num_layers:
+                return self._beside_cohort(linear0 + attention_s, cohort)
+            overlap_s = min(attention_s, cpu0)
+            attention_s += contention * overlap_s
+            wait_s = max(0.0, cpu0 - attention_s)
+            return _Layers(num_layers * (linear0 + attention_s), num_layers * wait_s, num_layers * overlap_s)
+        linear1 = self.linear_s(second.num_tokens) + self._cpu_copy_s(second.num_cpu_decodes)
+        cpu1 = self.cpu_decode_s(second.num_cpu_decodes, second.cpu_context_tokens)
+        gpu_s = linear0 + linear1 + attention_s
+        overlap_s = min(gpu_s, cpu0 + cpu1)
+        gpu_s += contention * overlap_s
+        longest_s = max(cpu0 + cpu1, cpu0 + linear0 if cpu0 else 0.0, cpu1 + linear1 if cpu1 else 0.0)
+        return _Layers(num_layers * gpu_s, num_layers * max(0.0, longest_s - gpu_s), num_layers * overlap_s)
+
+    def _beside_cohort(self, layer_s: float, cohort: CohortLoad) -> _Layers:
         """Of the batch's L layers, floor(L / m) or one more lie beside the attention of each of the cohort's m.
 
         See gpu_svc/pipeline.py: sum over the cohort's layers of linear + max{attention, their number * layer}.
         """
-        if cohort.num_layers == 0:
-            return self.num_layers * layer_s
-        linear_s = self.linear_s(cohort.num_sequences)
+        linear_s = self.linear_s(cohort.num_sequences) + self._cpu_copy_s(cohort.num_sequences)
         attention_s = self.cpu_decode_s(cohort.num_sequences, cohort.context_tokens)
+        overlap_s = min(self.num_layers * layer_s, cohort.num_layers * attention_s)
+        layer_s += self._factors.contention * overlap_s / self.num_layers
         num_beside, num_longer = divmod(self.num_layers, cohort.num_layers)
         num_shorter = cohort.num_layers - num_longer
-        longer_s, shorter_s = max(attention_s, (num_beside + 1) * layer_s), max(attention_s, num_beside * layer_s)
-        return cohort.num_layers * linear_s + num_longer * longer_s + num_shorter * shorter_s
+        wait_s = num_longer * max(0.0, attention_s - (num_beside + 1) * layer_s)
+        wait_s += num_shorter * max(0.0, attention_s - num_beside * layer_s)
+        return _Layers(cohort.num_layers * linear_s + self.num_layers * layer_s, wait_s, overlap_s)
+
+    def terms(
+        self,
+        first: SubBatchLoad,
+        second: SubBatchLoad = EMPTY_LOAD,
+        swap_out_bytes: int = 0,
+        swap_in_bytes: int = 0,
+        cohort: CohortLoad = NO_COHORT,
+    ) -> Terms:
+        """The same iteration by its parts."""
+        layers = self._layers(first, second, cohort)
+        # (layers, tokens in each, sequences and context attended on the CPU in each)
+        passes = [
+            (self.num_layers, load.num_tokens, load.num_cpu_decodes, load.cpu_context_tokens)
+            for load in (first, second)
+        ]
+        passes.append((cohort.num_layers, cohort.num_sequences, cohort.num_sequences, cohort.context_tokens))
+        weights_s = tokens_s = copy_s = cpu_s = 0.0
+        for num_layers, num_tokens, num_cpu, cpu_context in passes:
+            parts = self._linear_parts_s(num_tokens)
+            weights_s += num_layers * parts[0]
+            tokens_s += num_layers * parts[1]
+            copy_s += num_layers * self._cpu_copy_s(num_cpu)
+            cpu_s += num_layers * self._cpu_attention_s(num_cpu, cpu_context)
+        prefill_s = sum(self.prefill_s(*chunk) for load in (first, second) for chunk in load.prefill_chunks)
+        return Terms(
+            weights_s=weights_s,
+            tokens_s=tokens_s,
+            prefill_s=self.num_layers * prefill_s,
+            gpu_decode_s=self.num_layers * self.gpu_decode_s(first.num_gpu_decodes, first.gpu_context_tokens),
+            overhead_s=copy_s + self._factors.overhead * self._overhead_s,
+            overlap_s=layers.overlap_s,
+            cpu_wait_s=layers.cpu_wait_s,
+            cpu_decode_s=cpu_s,
+            head_s=self.head_s(first.num_outputs + second.num_outputs + cohort.num_outputs),
+            swap_s=self.swap_s(swap_out_bytes + swap_in_bytes),
+        )
+
+    def timeline(
+        self,
+        first: SubBatchLoad,
+        second: SubBatchLoad = EMPTY_LOAD,
+        swap_out_bytes: int = 0,
+        swap_in_bytes: int = 0,
+        cohort: CohortLoad = NO_COHORT,
+    ) -> Timeline:
+        """The same iteration as how long each processor and each way of the link works in it."""
+        terms = self.terms(first, second, swap_out_bytes, swap_in_bytes, cohort)
+        return Timeline(
+            total_s=self.iteration_s(first, second, swap_out_bytes, swap_in_bytes, cohort),
+            gpu_s=terms.weights_s + terms.tokens_s + terms.prefill_s + terms.gpu_decode_s + terms.head_s,
+            cpu_s=terms.cpu_decode_s,
+            link_out_s=self.swap_s(swap_out_bytes),
+            link_in_s=self.swap_s(swap_in_bytes),
+        )
 
 
 def _curve(points: Sequence[LinearPoint]) -> Curve | None:

@@ -36,8 +36,13 @@ class OperationTables:
     prefill: tuple[PrefillPoint, ...]
     gpu_decode: tuple[DecodePoint, ...]
     cpu_decode: tuple[DecodePoint, ...]
+    """As the CPU attention service measures it, without the way there and back."""
     head: tuple[LinearPoint, ...]
     swap_bytes_per_s: float
     """0 where nothing can be swapped."""
     iteration_s: float
     """Cost of an iteration beside its layers, head and swaps."""
+    cpu_copy: tuple[LinearPoint, ...] = ()
+    """By sequences: what a trip to the CPU and back costs the GPU's side, per layer."""
+    cpu_signal_s: float = 0.0
+    """Per layer, until each side has noticed the other's doorbell."""

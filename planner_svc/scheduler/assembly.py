@@ -1,26 +1,19 @@
 """Gathers what the next iteration could compute, and what it may take: between the queues and the decision."""
 
-from planner_svc.estimator import Calibration, Estimator, SubBatchLoad
+from planner_svc.estimator import Calibration
 from planner_svc.scheduler.candidates import Shape, Work
 from planner_svc.scheduler.cohort import Cohort
-from planner_svc.scheduler.costs import knee_tokens, prefill_tokens_per_s
+from planner_svc.scheduler.costs import Costs
 from planner_svc.scheduler.decision import Bounds
 from planner_svc.scheduler.limits import Capacity, ModePolicy
 from planner_svc.scheduler.pace import Mix, Pace
 from planner_svc.scheduler.placement import Decodes, Placement
 from planner_svc.scheduler.prompts import Prompts, needed_tokens_per_s
 from planner_svc.scheduler.residency import Residency
-from planner_svc.scheduler.search import last_fitting
 from planner_svc.scheduler.sequence import Sequence
 from planner_svc.scheduler.urgency import bounds
 from planner_svc.scheduler.waiting import WaitingQueue
 from svc_common.plan import Mode, Tier
-
-_BATCH_KNEES = 8
-_BATCH_TOKENS = 512
-_FIXED_SHARE = 0.02
-"""Without anything due, an iteration prefills at most so many knees or tokens, or as many as keep what it costs beside
-its layers under this share, if that is more: still more would only make decodes wait."""
 
 
 class Assembly:
@@ -29,25 +22,23 @@ class Assembly:
     def __init__(
         self,
         capacity: Capacity,
-        estimator: Estimator,
         calibration: Calibration,
         policy: ModePolicy,
         residency: Residency,
         placement: Placement,
         queue: WaitingQueue,
         mix: Mix,
+        costs: Costs,
     ) -> None:
         self._capacity = capacity
-        self._estimator = estimator
+        self._estimator = calibration.estimator
         self._calibration = calibration
         self._policy = policy
         self._residency = residency
         self._placement = placement
         self._queue = queue
         self._mix = mix
-        self._knee_tokens = knee_tokens(estimator, capacity.max_batch_tokens)
-        self._most_tokens = _most_tokens(estimator, self._knee_tokens, capacity.max_batch_tokens)
-        self._prefill_tokens_per_s = prefill_tokens_per_s(estimator, self._knee_tokens)
+        self._costs = costs
 
     def collect(self, decodes: Decodes, cohort: Cohort, start_s: float) -> tuple[Work, Bounds, list[Sequence]]:
         """What could run, how long it may take, and the prompts held back for want of the CPU's time."""
@@ -58,16 +49,16 @@ class Assembly:
         # Prompts get what decodes leave, those on the CPU included, so that they never crowd them out.
         budget = capacity.max_batch_tokens - len(decodes.gpu) - len(decodes.host) - len(cohort.members)
         if longest_s == float("inf"):
-            budget = min(budget, self._most_tokens)
+            budget = min(budget, self._costs.most_tokens)
         ratio = self._mix.prefill_per_decode
         pace = self._pace(ratio)
         prompts = Prompts(capacity, residency, self._placement, self._queue, pace)
-        chunks = prompts.propose(budget, start_s, self._prefill_tokens_per_s)
+        chunks = prompts.propose(budget, start_s, self._costs.prefill_tokens_per_s)
         work.take(chunks)
         limits = Bounds(
             longest_s=longest_s,
             num_prefill_tokens=budget,
-            num_free_tokens=self._knee_tokens,
+            num_free_tokens=self._costs.knee_tokens,
             prefill_tokens_per_s=needed_tokens_per_s(chunks, start_s),
             num_paced=self._num_paced(decodes, pace) if prompts.is_crowded else None,
             runs_cpu=prompts.is_crowded and longest_s == float("inf") and pace.is_worthwhile(),
@@ -115,11 +106,3 @@ class Assembly:
             num_waiting=len(self._queue),
             admits_all=self._policy != "auto",
         )
-
-
-def _most_tokens(estimator: Estimator, knee_tokens: int, highest: int) -> int:
-    num_layers = estimator.num_layers
-    fixed_s = estimator.iteration_s(SubBatchLoad(((1, 0),), num_outputs=1)) - num_layers * estimator.linear_s(1)
-    limit_s = fixed_s / _FIXED_SHARE
-    most = last_fitting(1, highest, lambda num: num_layers * estimator.linear_s(num) <= limit_s)
-    return max(_BATCH_TOKENS, _BATCH_KNEES * knee_tokens, most)

@@ -4,7 +4,15 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from planner_svc.estimator import EMPTY_LOAD, NO_COHORT, CohortLoad, Estimator, SubBatchLoad, hidden_cohort_layers
+from planner_svc.estimator import (
+    EMPTY_LOAD,
+    NO_COHORT,
+    CohortLoad,
+    Estimator,
+    Question,
+    SubBatchLoad,
+    hidden_cohort_layers,
+)
 from planner_svc.scheduler.batch import Batch, Chunk, CohortPart
 from planner_svc.scheduler.sequence import Sequence
 from svc_common.plan import Mode, Tier
@@ -67,8 +75,12 @@ class Work:
         return self._chunk_ends[-1] if self.chunks else 0
 
     def seconds(self, shape: Shape) -> float:
-        """Predicted, uncalibrated."""
-        return self._estimator.iteration_s(*self.loads(shape), *self._swap_bytes, self._cohort_load(shape))
+        """Predicted, before the mode's own factor."""
+        return self._estimator.iteration_s(*self.question(shape))
+
+    def question(self, shape: Shape) -> Question:
+        """What an estimator is asked about it."""
+        return (*self.loads(shape), *self._swap_bytes, self._cohort_load(shape))
 
     def num_decodes(self, shape: Shape) -> float:
         """Tokens decoded; of a cohort that part of each which its layers make up."""

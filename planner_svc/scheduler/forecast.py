@@ -11,9 +11,9 @@ each request that was let in and came too late, and falls with each that came in
 from collections import deque
 from collections.abc import Iterable
 
-from planner_svc.estimator import Calibration, Estimator, SubBatchLoad
+from planner_svc.estimator import Calibration, SubBatchLoad
 from planner_svc.scheduler.admission import AdmissionReason, LateError
-from planner_svc.scheduler.costs import knee_tokens, prefill_tokens_per_s
+from planner_svc.scheduler.costs import Costs
 from planner_svc.scheduler.limits import Capacity
 from planner_svc.scheduler.residency import Residency
 from planner_svc.scheduler.sequence import Sequence, SequenceRequest, State
@@ -74,17 +74,16 @@ class Forecast:
     def __init__(
         self,
         capacity: Capacity,
-        estimator: Estimator,
         calibration: Calibration,
+        costs: Costs,
         residency: Residency,
         queue: WaitingQueue,
     ) -> None:
         self._capacity = capacity
-        self._estimator = estimator
         self._calibration = calibration
+        self._costs = costs
         self._residency = residency
         self._queue = queue
-        self._prefill_tokens_per_s = prefill_tokens_per_s(estimator, knee_tokens(estimator, capacity.max_batch_tokens))
         self._inflow = Flow()
         """Prompts let in while others had to wait."""
         self._outflow = Flow()
@@ -152,17 +151,17 @@ class Forecast:
         num_decodes = self._residency.num_on(Tier.GPU) + 1
         context = self._residency.used(Tier.GPU) * self._capacity.block_tokens
         load = SubBatchLoad(num_gpu_decodes=num_decodes, gpu_context_tokens=context, num_outputs=num_decodes)
-        return self._estimator.iteration_s(load) * self._calibration.factor(Mode.GPU_ONLY)
+        return self._calibration.estimator.iteration_s(load) * self._calibration.factor(Mode.GPU_ONLY)
 
     def _first_token_s(self, request: SequenceRequest, now: float, decode_share: float) -> float:
         num_begun = self._residency.num_tokens_to_prefill
         num_waiting = self._num_ahead(request, now) + len(request.prompt)
         share = max(_LEAST_SHARE, 1 - decode_share)
-        prefill_s = (num_begun + num_waiting) / (self._prefill_tokens_per_s * share)
+        prefill_s = (num_begun + num_waiting) / (self._costs.prefill_tokens_per_s * share)
         num_roomless = num_waiting - max(0, self._residency.free(Tier.GPU)) * self._capacity.block_tokens
         rate = max(self._inflow.tokens_per_s(now), self._outflow.tokens_per_s(now))
         room_s = num_roomless / rate if num_roomless > 0 and rate else 0.0
-        return prefill_s * self._calibration.factor(Mode.GPU_ONLY) + room_s
+        return prefill_s + room_s
 
     def _num_ahead(self, request: SequenceRequest, now: float) -> int:
         """Tokens of waiting prompts that would come before it."""

@@ -4,7 +4,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
-from planner_svc.estimator import Calibration, Estimator
+from planner_svc.estimator import Calibration, Estimator, Question
 from planner_svc.scheduler.admission import AdmissionError, AdmissionReason, check
 from planner_svc.scheduler.assembly import Assembly
 from planner_svc.scheduler.batch import Batch
@@ -35,7 +35,8 @@ class _InFlight:
     mode: Mode
     computes: bool
     """False: it only releases or moves."""
-    uncalibrated_s: float
+    question: Question
+    """What the estimator was asked."""
     expected: tuple[int, ...]
     """Sequences that get a token, in the result's order."""
     predicted_s: float
@@ -59,20 +60,19 @@ class Scheduler:
         """Neither finished nor lost."""
         self._gone: dict[int, Sequence] = {}
         """Finished since the last plan."""
-        self._open_epoch(capacity, estimator, epoch)
+        self._calibration = Calibration(estimator)
+        self._open_epoch(capacity, epoch)
 
-    def _open_epoch(self, capacity: Capacity, estimator: Estimator, epoch: int) -> None:
+    def _open_epoch(self, capacity: Capacity, epoch: int) -> None:
         self._capacity = capacity
-        self._estimator = estimator
-        self._calibration = Calibration()
         self._epoch = epoch
         self._iteration = 0
         self._in_flight: deque[_InFlight] = deque()
         self._queue = WaitingQueue()
         self._residency = Residency(capacity)
-        costs = Costs(capacity, estimator, self._calibration)
-        self._placement = Placement(capacity, self._policy, self._residency, self._queue, self._tally, costs)
-        self._forecast = Forecast(capacity, estimator, self._calibration, self._residency, self._queue)
+        self._costs = Costs(capacity, self._calibration)
+        self._placement = Placement(capacity, self._policy, self._residency, self._queue, self._tally, self._costs)
+        self._forecast = Forecast(capacity, self._calibration, self._costs, self._residency, self._queue)
         self._reservation = Reservation(self._residency, self._placement, self._queue, self._tally)
         self._cohort = Cohort(self._residency)
         self._nothing_to_plan = False
@@ -82,13 +82,13 @@ class Scheduler:
         self._mix = Mix()
         self._assembly = Assembly(
             capacity,
-            estimator,
             self._calibration,
             self._policy,
             self._residency,
             self._placement,
             self._queue,
             self._mix,
+            self._costs,
         )
 
     # --- requests
@@ -152,11 +152,11 @@ class Scheduler:
         decodes.host.sort(key=lambda item: (not is_aged(item), item.is_late, item.due_s, item.sequence_id))
         work, limits, held_back = self._assembly.collect(decodes, cohort, start_s)
         decision = decide(work, limits, self._calibration, self._policy, start_s, cohort.is_under_way)
-        batch, uncalibrated_s = work.batch(decision.shape), decision.uncalibrated_s
+        batch = work.batch(decision.shape)
         passed_over = [] if batch.cohort else work.cpu_decodes[decision.shape.num_cpu_decodes :]
         for sequence in (*passed_over, *held_back):
             sequence.num_passed_over += 1
-        predicted_s = uncalibrated_s * self._calibration.factor(batch.mode)
+        predicted_s = decision.uncalibrated_s * self._calibration.factor(batch.mode)
         expected = self._reservation.take(batch, start_s + predicted_s)
         self._account(batch, now)
         self._nothing_to_plan = not (batch.has_work or residency.changes)
@@ -166,7 +166,7 @@ class Scheduler:
             self._running_since_s = now
         self._iteration += 1
         self._in_flight.append(
-            _InFlight(self._iteration, batch.mode, batch.has_work, uncalibrated_s, expected, predicted_s)
+            _InFlight(self._iteration, batch.mode, batch.has_work, work.question(decision.shape), expected, predicted_s)
         )
         plan = self._make_plan(batch, predicted_s)
         if batch.cohort:
@@ -224,7 +224,8 @@ class Scheduler:
         self._running_since_s = now
         self._nothing_to_plan = False
         if planned.computes:
-            self._calibration.observe(planned.mode, planned.uncalibrated_s, result.timings.total_ns / 1e9)
+            self._calibration.observe(planned.mode, planned.question, result.timings)
+            self._costs.refresh()
         events = [
             self._take_token(sequence, token_id, result, now)
             for sequence_id, token_id in result.tokens
@@ -263,7 +264,9 @@ class Scheduler:
         """
         if epoch <= self._epoch:
             raise ValueError(f"epoch {epoch} does not follow {self._epoch}")
-        self._open_epoch(capacity, estimator, epoch)
+        if estimator is not self._calibration.base:  # What was learned of the same one still holds.
+            self._calibration = Calibration(estimator)
+        self._open_epoch(capacity, epoch)
         sequences, self._live = self._live, {}
         lost = []
         for sequence_id in sorted(sequences):

@@ -64,11 +64,11 @@ class Victims:
         num_blocks = len(sequence.blocks)
         if self._residency.free(Tier.HOST) < num_blocks:
             return False
-        return num_blocks * self._costs.swap_block_s() <= self._costs.recompute_s(sequence)
+        return num_blocks * self._costs.swap_block_s <= self._costs.recompute_s(sequence)
 
     def _rank(self, sequence: Sequence) -> Ranked:
         recompute_s = self._costs.recompute_s(sequence) / len(sequence.blocks)
-        cost_s = self._costs.swap_block_s() if self.swaps(sequence) else recompute_s
+        cost_s = self._costs.swap_block_s if self.swaps(sequence) else recompute_s
         return (
             sequence.request.service_class.priority,
             not sequence.is_late,

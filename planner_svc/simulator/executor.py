@@ -1,8 +1,9 @@
 """Plays the executor: follows each plan's sequences, says how long the plan takes, and fabricates its tokens."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
-from planner_svc.estimator import EMPTY_LOAD, NO_COHORT, CohortLoad, RooflineEstimator, SubBatchLoad, Timeline
+from planner_svc.estimator import EMPTY_LOAD, NO_COHORT, CohortLoad, Estimator, SubBatchLoad, Terms, Timeline
 from svc_common.plan import CohortStep, IterationPlan, IterationResult, PrefillChunk, SubBatch, Tier, Timings
 
 _TOKEN = 0
@@ -17,10 +18,23 @@ class _Held:
     computed_tokens: int = 0
 
 
+class Truth(Estimator, Protocol):
+    """An estimator that also says how long each lane works."""
+
+    def timeline(
+        self,
+        first: SubBatchLoad,
+        second: SubBatchLoad,
+        swap_out_bytes: int,
+        swap_in_bytes: int,
+        cohort: CohortLoad,
+    ) -> Timeline: ...
+
+
 class SimulatedExecutor:
     """Times come from an estimator: the truth of the simulation, whatever the policy believes."""
 
-    def __init__(self, estimator: RooflineEstimator, kv_bytes_per_token: int) -> None:
+    def __init__(self, estimator: Truth, kv_bytes_per_token: int) -> None:
         self._estimator = estimator
         self._kv_bytes_per_token = kv_bytes_per_token
         self._held: dict[int, _Held] = {}
@@ -46,14 +60,15 @@ class SimulatedExecutor:
         tokens: list[tuple[int, int]] = []
         loads = [self._advance(batch, tokens) for batch in plan.sub_batches]
         cohort = self._step(plan.cohort, tokens) if plan.cohort else NO_COHORT
-        timeline = Timeline()
+        timeline, timings = Timeline(), Timings()
         if loads or plan.swaps or plan.cohort:
             first, second = (*loads, EMPTY_LOAD, EMPTY_LOAD)[:2]
             size = self._kv_bytes_per_token
-            timeline = self._estimator.timeline(first, second, out_tokens * size, in_tokens * size, cohort)
+            question = (first, second, out_tokens * size, in_tokens * size, cohort)
+            timeline = self._estimator.timeline(*question)
+            timings = timings_of(timeline.total_s, self._estimator.terms(*question))
         self.worked += timeline
         self.latest = timeline
-        timings = Timings(total_ns=round(timeline.total_s * 1e9))
         return timeline.total_s, IterationResult(plan.epoch, plan.iteration, tuple(tokens), timings=timings)
 
     def _advance(self, batch: SubBatch, tokens: list[tuple[int, int]]) -> SubBatchLoad:
@@ -101,3 +116,14 @@ class SimulatedExecutor:
             context += held.computed_tokens
             tokens.append((sequence_id, _TOKEN))
         return context
+
+
+def timings_of(total_s: float, terms: Terms) -> Timings:
+    """As a real executor sees its iteration: a swap counts as far as nothing hides it."""
+    return Timings(
+        total_ns=round(total_s * 1e9),
+        cpu_wait_ns=round(terms.cpu_wait_s * 1e9),
+        cpu_attention_ns=round(terms.cpu_decode_s * 1e9),
+        swap_ns=round(max(0.0, terms.swap_s - terms.swap_hidden_s) * 1e9),
+        head_ns=round(terms.head_s * 1e9),
+    )

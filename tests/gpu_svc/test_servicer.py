@@ -172,8 +172,12 @@ async def test_a_host_tier_in_int8_over_the_wire(checkpoint: GetFiles, cpu_atten
 def check_tables(tables: pb.OperationTables) -> None:
     """Grids cover the limits of `open_epoch` and what the tiers hold."""
     assert [point.num_tokens for point in tables.linear] == [1, 2, 4, 8, 16, 32, 64]
-    assert [point.num_tokens for point in tables.head] == [1, 4, 8]
+    assert [point.num_tokens for point in tables.head] == [1, 2, 4, 8]
     assert [(point.chunk_tokens, point.past_tokens) for point in tables.prefill] == [
+        (1, 0),
+        (1, 127),
+        (4, 0),
+        (4, 124),
         (16, 0),
         (16, 112),
         (64, 0),
@@ -187,6 +191,11 @@ def check_tables(tables: pb.OperationTables) -> None:
         assert all(point.seconds > 0 for point in points)
     assert tables.swap_bytes_per_s > 0
     assert tables.iteration_s > 0
+    assert [point.num_tokens for point in tables.cpu_copy] == sorted(
+        {point.num_sequences for point in tables.cpu_decode}
+    )
+    assert all(point.seconds > 0 for point in tables.cpu_copy)
+    assert tables.cpu_signal_s >= 0
 
 
 async def test_an_epoch_without_cpu_attention_says_why(checkpoint: GetFiles) -> None:

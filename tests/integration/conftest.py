@@ -68,7 +68,7 @@ def stack_config(run_dir: Path, **sections: dict[str, object]) -> Config:
     values: dict[str, dict[str, object]] = {
         "model": {"source": MODEL},
         "planner": {"listen": "127.0.0.1:0"},
-        "gpu": {"device": "cpu", "dtype": "fp32"},
+        "gpu": {"device": "cpu", "dtype": "fp32", "profile": "always"},
         "cpu_attn": {},
     }
     for name, section in sections.items():

@@ -1,6 +1,7 @@
 """Sums, Perfetto JSON and picture of traces, and the command that records them from a scripted server."""
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,16 @@ class TestSummary:
             cpu_bubble_ns=12,
             hops_ns=(3 + 2 + 2,),
         )
+
+    def test_predictions(self) -> None:
+        durations = summarize(three_iterations())
+        assert (durations.num_predicted, durations.error_p50, durations.error_p95) == (0, 0.0, 0.0)
+        predicted = [replace(t, predicted_ns=ns) for t, ns in zip(three_iterations(), (110, 0, 240), strict=True)]
+        summary = summarize(predicted)  # They lasted 100, 100 and 300; the second was not predicted.
+        assert summary.num_predicted == 2
+        assert summary.error_p50 == pytest.approx((0.1 + 0.2) / 2)
+        assert summary.error_p95 == pytest.approx(0.2)
+        assert summary.predicted_share == pytest.approx(350 / 400)
 
     def test_iterations_of_two_epochs_are_not_counted_as_missed(self) -> None:
         other = IterationTrace(2, 1, gpu_only(1, 0).mode, 20_000, 10)

@@ -5,8 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner_svc.estimator import (
-    Calibration,
+    EMPTY_LOAD,
+    NO_COHORT,
+    CohortLoad,
     DecodePoint,
+    Factors,
     LinearPoint,
     OperationTables,
     PrefillPoint,
@@ -14,7 +17,6 @@ from planner_svc.estimator import (
     TableEstimator,
 )
 from planner_svc.estimator.interpolation import Curve, Surface
-from svc_common.plan import Mode
 
 SECONDS = st.floats(0, 1e3, allow_nan=False)
 QUANTITY = st.integers(1, 200)
@@ -63,15 +65,24 @@ def test_curve_never_falls(points, x, more):
     assert 0 <= curve(x) <= curve(x + more) * (1 + 1e-9) + 1e-9
 
 
+def test_surface_of_what_grows_with_the_square_of_x():
+    """Tokens that see all before them, and half of their chunk: exact between points that lie far apart."""
+    surface = Surface([(x, y, x * (y + x / 2)) for x in (4, 64) for y in (0, 100)], per_x=True)
+    assert [surface(x, y) for x, y in ((4, 0), (16, 0), (32, 50), (64, 100))] == [8, 128, 32 * 66, 64 * 132]
+    falling = Surface([(1, 0, 10.0), (3, 0, 12.0)], per_x=True)
+    assert falling(2, 0) == 12.0  # not 2 * 7
+
+
 @given(
     st.lists(st.tuples(QUANTITY, QUANTITY, SECONDS), min_size=1, max_size=12),
     QUANTITY,
     QUANTITY,
     st.integers(0, 300),
     st.integers(0, 300),
+    st.booleans(),
 )
-def test_surface_never_falls_along_either_quantity(points, x, y, more_x, more_y):
-    surface = Surface(points)
+def test_surface_never_falls_along_either_quantity(points, x, y, more_x, more_y, per_x):
+    surface = Surface(points, per_x)
     value = surface(x, y)
     assert value >= 0
     assert surface(x + more_x, y) >= value * (1 - 1e-9) - 1e-9
@@ -139,9 +150,10 @@ def test_one_batch_with_cpu_decodes_runs_both_attentions_side_by_side():
 @pytest.mark.parametrize(
     ("cpu_context_0", "cpu_context_1", "layer_s"),
     [
-        (100, 100, (2e-3 + 5e-5) + (2e-3 + 4e-4)),  # the CPU hides behind both stages
-        (300, 100, (2e-3 + 5e-5) + 3e-3),  # cpu0 is longer than lin1 + gdec0
-        (100, 500, 5e-3 + (2e-3 + 4e-4)),  # cpu1 is longer than lin0 + pre0
+        (100, 100, 2e-3 + 2e-3 + 5e-5 + 4e-4),  # the CPU hides behind the GPU's work
+        (300, 100, 3e-3 + 2e-3),  # a way of the first through both: cpu0 + lin0
+        (100, 500, 5e-3 + 2e-3),  # of the second: cpu1 + lin1
+        (300, 500, 3e-3 + 5e-3),  # all of the CPU's work
     ],
 )
 def test_two_sub_batches(cpu_context_0, cpu_context_1, layer_s):
@@ -156,6 +168,53 @@ def test_two_sub_batches(cpu_context_0, cpu_context_1, layer_s):
     )
     second = SubBatchLoad(num_cpu_decodes=1, cpu_context_tokens=cpu_context_1, num_outputs=1)
     assert estimator.iteration_s(first, second) == pytest.approx(4 * layer_s + 1.5e-3 + 5e-4)
+
+
+def test_trips_to_the_cpu_cost_copies_on_the_gpu_side_and_signals_on_the_way():
+    points = (LinearPoint(1, 1e-4), LinearPoint(11, 6e-4))
+    estimator = TableEstimator(tables(cpu_copy=points, cpu_signal_s=3e-5), num_layers=4)
+    assert estimator.cpu_decode_s(2, 200) == pytest.approx(2e-3 + 3e-5)
+    load = SubBatchLoad(num_cpu_decodes=3, cpu_context_tokens=300, num_outputs=3)
+    assert estimator.iteration_s(load) == pytest.approx(4 * (2e-3 + 2e-4 + 3e-3 + 3e-5) + 1.2e-3 + 5e-4)
+    terms = estimator.terms(load)
+    assert terms.overhead_s == pytest.approx(4 * 2e-4 + 5e-4)
+    assert terms.cpu_decode_s == pytest.approx(4 * 3e-3)
+    assert terms.cpu_wait_s == pytest.approx(4 * (3e-3 + 3e-5))
+
+
+FIRST = SubBatchLoad(((50, 0), (8, 30)), 4, 400, 3, 300, num_outputs=8)
+SECOND = SubBatchLoad(num_cpu_decodes=2, cpu_context_tokens=700, num_outputs=2)
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        (FIRST, EMPTY_LOAD, 10**6, 0, NO_COHORT),
+        (FIRST, SECOND, 0, 10**6, NO_COHORT),
+        (SubBatchLoad(((50, 0),), 4, 400, num_outputs=4), EMPTY_LOAD, 0, 0, CohortLoad(5, 900, 3, 0)),
+        (EMPTY_LOAD, EMPTY_LOAD, 0, 0, CohortLoad(5, 900, 4, 5)),
+    ],
+)
+def test_terms_add_up_and_follow_their_factors(question):
+    factors = Factors(*(1.0 + i / 10 for i in range(5)), contention=0.5, cpu_decode=1.7, head=1.8, swap=1.9)
+    for estimator in (TableEstimator(tables(), 4), TableEstimator(tables(), 4).calibrated(factors)):
+        terms = estimator.terms(*question)
+        gpu_s = terms.weights_s + terms.tokens_s + terms.prefill_s + terms.gpu_decode_s + terms.overhead_s
+        gpu_s += estimator._factors.contention * terms.overlap_s
+        total_s = gpu_s + terms.cpu_wait_s + terms.head_s + terms.swap_s
+        assert estimator.iteration_s(*question) == pytest.approx(total_s)
+    plain = TableEstimator(tables(), 4).terms(*question)
+    for name in ("weights", "tokens", "prefill", "gpu_decode", "overhead", "cpu_decode", "head", "swap"):
+        assert getattr(terms, f"{name}_s") == pytest.approx(getattr(factors, name) * getattr(plain, f"{name}_s"))
+
+
+def test_timeline_of_measured_operations():
+    estimator = TableEstimator(tables(), num_layers=4)
+    timeline, terms = estimator.timeline(FIRST, SECOND, 10**6, 10**5), estimator.terms(FIRST, SECOND)
+    assert timeline.total_s == estimator.iteration_s(FIRST, SECOND, 10**6, 10**5)
+    gpu_s = terms.weights_s + terms.tokens_s + terms.prefill_s + terms.gpu_decode_s + terms.head_s
+    assert (timeline.gpu_s, timeline.cpu_s) == pytest.approx((gpu_s, terms.cpu_decode_s))
+    assert (timeline.link_out_s, timeline.link_in_s) == pytest.approx((1e-3, 1e-4))
 
 
 def test_operations_that_never_run_here_need_no_table():
@@ -175,32 +234,3 @@ def test_many_short_sequences_may_be_faster_than_one_long_one():
     estimator = TableEstimator(tables(cpu_decode=points), num_layers=4)
     assert estimator.cpu_decode_s(1, 800) == pytest.approx(8e-3)
     assert estimator.cpu_decode_s(8, 800) == pytest.approx(2e-3)
-
-
-def test_calibration_moves_by_a_tenth_and_stays_in_bounds():
-    calibration = Calibration()
-    assert calibration.factor(Mode.GPU_ONLY) == 1.0
-    calibration.observe(Mode.GPU_ONLY, predicted_s=1.0, measured_s=2.0)
-    assert calibration.factor(Mode.GPU_ONLY) == pytest.approx(1.1)
-    for _ in range(200):
-        calibration.observe(Mode.GPU_ONLY, 1.0, 1000.0)
-    assert calibration.factor(Mode.GPU_ONLY) == pytest.approx(4.0)
-    for _ in range(200):
-        calibration.observe(Mode.GPU_ONLY, 1.0, 1e-6)
-    assert calibration.factor(Mode.GPU_ONLY) == pytest.approx(0.25)
-
-
-def test_calibration_of_a_mode_that_never_ran_is_the_others():
-    calibration = Calibration()
-    calibration.observe(Mode.GPU_ONLY, 1.0, 3.0)
-    assert calibration.factor(Mode.ASYMMETRIC) == calibration.factor(Mode.GPU_ONLY) == pytest.approx(1.2)
-    calibration.observe(Mode.ASYMMETRIC, 1.0, 0.5)
-    assert calibration.factor(Mode.ASYMMETRIC) == pytest.approx(1.13)
-    assert calibration.factor(Mode.GPU_ONLY) == pytest.approx(1.2)
-
-
-@pytest.mark.parametrize(("predicted_s", "measured_s"), [(0.0, 1.0), (1.0, 0.0)])
-def test_calibration_learns_nothing_from_an_iteration_without_times(predicted_s, measured_s):
-    calibration = Calibration()
-    calibration.observe(Mode.GPU_ONLY, predicted_s, measured_s)
-    assert calibration.factor(Mode.GPU_ONLY) == 1.0

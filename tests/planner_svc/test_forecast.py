@@ -9,6 +9,7 @@ from support.planning import make_capacity, make_estimator
 
 from planner_svc.estimator import Calibration
 from planner_svc.scheduler import AdmissionReason, LateError, SequenceRequest, ServiceClass, Targets
+from planner_svc.scheduler.costs import Costs
 from planner_svc.scheduler.forecast import Flow, Forecast, came_late
 from planner_svc.scheduler.residency import Residency
 from planner_svc.scheduler.sequence import Sequence, State
@@ -31,7 +32,9 @@ class Door:
 
     def __init__(self):
         self.residency, self.queue = Residency(CAPACITY), WaitingQueue()
-        self.forecast = Forecast(CAPACITY, ESTIMATOR, Calibration(), self.residency, self.queue)
+        calibration = Calibration(ESTIMATOR)
+        costs = Costs(CAPACITY, calibration)
+        self.forecast = Forecast(CAPACITY, calibration, costs, self.residency, self.queue)
         self.next_id = 1
 
     def sequence(self, num_tokens, service_class=CHAT, arrival_s=0.0):

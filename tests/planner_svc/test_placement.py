@@ -13,7 +13,7 @@ from planner_svc.scheduler.waiting import WaitingQueue
 from svc_common.plan import Sampling, Tier
 
 CAPACITY = make_capacity(8, 20, block_tokens=1)
-COSTS = Costs(CAPACITY, make_estimator(), Calibration())
+COSTS = Costs(CAPACITY, Calibration(make_estimator()))
 
 
 def make_sequence(sequence_id: int, num_tokens: int) -> Sequence:

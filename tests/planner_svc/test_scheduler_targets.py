@@ -195,7 +195,9 @@ def test_cpu_attention_is_hidden_or_not():
 
 
 def make_pace(residents: list[Sequence], prefill_per_decode: float = 0.0) -> Pace:
-    return Pace(ESTIMATOR, Calibration(), residents, 500, 64, prefill_per_decode, num_waiting=0, admits_all=False)
+    return Pace(
+        ESTIMATOR, Calibration(ESTIMATOR), residents, 500, 64, prefill_per_decode, num_waiting=0, admits_all=False
+    )
 
 
 def test_the_cpu_takes_sequences_while_everybodys_tokens_come_in_time():

@@ -231,11 +231,26 @@ def test_the_capacity_is_found_within_a_hundredth():
     assert tried == [1.0, 2.0, 4.0, 3.0, 3.5]
 
 
-def test_the_scheduler_learns_what_the_machine_is():
-    """Memory is half again as slow as is believed: calibration brings most requests in time nevertheless."""
-    slow = replace(PROFILE.hardware, gpu_bytes_per_s=PROFILE.hardware.gpu_bytes_per_s / 1.5)
-    truth = replace(PROFILE, hardware=slow)
-    load = at_rate(arrivals(300, prompt=150, output=60), 12.0)
+@pytest.mark.parametrize(
+    ("figure", "ratio"),
+    [
+        ("linear_efficiency", 0.7),
+        ("attention_efficiency", 0.7),
+        ("gpu_bytes_per_s", 0.7),
+        ("gpu_bytes_per_s", 1.3),
+        ("cpu_bytes_per_s", 0.7),
+        ("link_bytes_per_s", 0.7),
+        ("launch_s", 1.3),
+        ("cpu_sequence_s", 1.3),
+        ("cpu_hop_s", 1.3),
+        ("iteration_s", 1.3),
+    ],
+)
+def test_the_scheduler_learns_what_the_machine_is(figure, ratio):
+    """A figure of the machine is not what is believed: nearly as many requests come in time as if it were known."""
+    hardware = replace(PROFILE.hardware, **{figure: ratio * getattr(PROFILE.hardware, figure)})
+    truth = replace(PROFILE, hardware=hardware)
+    load = at_rate(arrivals(60, prompt=150, output=40), 12.0)
 
     def share_in_time(believed):
         executor = SimulatedExecutor(truth.estimator, truth.estimator.kv_bytes_per_token)
@@ -243,7 +258,7 @@ def test_the_scheduler_learns_what_the_machine_is():
         requests = simulation.run(load, truth.targets)
         return measure(requests, truth.targets, executor.worked).slo
 
-    assert share_in_time(PROFILE) >= 0.9 * share_in_time(truth) > 0.8
+    assert share_in_time(PROFILE) >= 0.9 * share_in_time(truth) > 0
 
 
 def test_plans_are_made_one_ahead():

@@ -26,7 +26,7 @@ class Pool:
 
     def __init__(self, estimator=ESTIMATOR, capacity=CAPACITY):
         self.residency = Residency(capacity)
-        self.costs = Costs(capacity, estimator, Calibration())
+        self.costs = Costs(capacity, Calibration(estimator))
         self.sequences: list[Sequence] = []
 
     def add(self, num_tokens, num_computed=None, service_class=PLAIN, tier=Tier.GPU, is_late=False):
@@ -45,7 +45,7 @@ class Pool:
 
 def test_what_things_cost():
     pool = Pool()
-    assert pool.costs.swap_block_s() == pytest.approx(2 * 1024 / 1e9)
+    assert pool.costs.swap_block_s == pytest.approx(2 * 1024 / 1e9)
     pool.add(100)
     assert pool.costs.recompute_s(pool.sequences[0]) == pytest.approx(100 * 8.96e-3 / (0.8 * 420), rel=0.01)
 
@@ -108,7 +108,7 @@ def test_moving_costs_less_than_computing_again_or_not():
     victims = Victims(pool.residency, pool.costs)
     assert victims.swaps(pool.sequences[0])
     assert not victims.swaps(pool.sequences[1])  # it would carry nothing
-    large = Costs(replace(CAPACITY, block_bytes=10**8), ESTIMATOR, Calibration())
+    large = Costs(replace(CAPACITY, block_bytes=10**8), Calibration(ESTIMATOR))
     assert not Victims(pool.residency, large).swaps(pool.sequences[0])  # 0.4 s on the link against 0.2 ms
 
 

@@ -150,6 +150,8 @@ def test_every_field_of_the_tables_arrives():
         head=[pb.LinearPoint(num_tokens=8, seconds=2.5)],
         swap_bytes_per_s=9.0,
         iteration_s=0.125,
+        cpu_copy=[pb.LinearPoint(num_tokens=10, seconds=3.5)],
+        cpu_signal_s=0.0625,
     )
     assert tables_from_message(message) == OperationTables(
         linear=(LinearPoint(1, 0.5),),
@@ -159,4 +161,6 @@ def test_every_field_of_the_tables_arrives():
         head=(LinearPoint(8, 2.5),),
         swap_bytes_per_s=9.0,
         iteration_s=0.125,
+        cpu_copy=(LinearPoint(10, 3.5),),
+        cpu_signal_s=0.0625,
     )

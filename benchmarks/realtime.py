@@ -1,0 +1,234 @@
+"""The same requests through the real stack, in real time, and through the simulator with the tables measured here.
+
+Requests arrive as a Poisson process at shares of the rate that the simulator says a burst is served at. Nobody tells
+the simulator what the real stack took: it has the operations' tables from the start of the stack, the serving scheduler
+and the order of events. A second pass replaces the real executor by one that sleeps for what the tables say: what then
+differs is what the simulator leaves out, not what the tables got wrong.
+
+    python benchmarks/realtime.py [--shares 0.5,0.9] [--requests 40] [--rounds 2] [--mode auto] [--publish]
+"""
+
+import argparse
+import asyncio
+import copy
+import json
+import random
+import re
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from google.protobuf import json_format
+from paced import PacedExecutor
+from paced import running as paced
+from real_stack import running
+from results import Row, arguments, publish
+
+from gpu_svc.kv_cache import KvShape
+from gpu_svc.wire import tables_from_json
+from neoflex import AsyncClient
+from neoflex.supervisor import LocalStack
+from neoflex.v1 import executor_pb2
+from planner_svc.estimator import TableEstimator
+from planner_svc.scheduler import Capacity, ModePolicy, Scheduler, Targets
+from planner_svc.simulator.executor import SimulatedExecutor
+from planner_svc.simulator.metrics import Metrics
+from planner_svc.simulator.metrics import measure as measure_simulated
+from planner_svc.simulator.simulation import Simulation
+from planner_svc.simulator.workload import Arrival, at_rate
+from planner_svc.wire import tables_from_message
+from svc_common.model.read_spec import read_spec
+from svc_common.model.store import resolve
+
+_PROMPT_TOKENS = (16, 256)
+_ANSWER_TOKENS = (16, 64)
+_GPU_SHARE = 0.5
+_NO_TARGETS = Targets(1e9, 1e9)
+_LATENCY_LIMIT, _THROUGHPUT_LIMIT = 0.15, 0.10
+_WARM_UP = 4
+"""Requests before those that count."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one run, as in Metrics."""
+
+    ttft_p50: float
+    tpot_p50: float
+    thr_makespan: float
+
+
+def workload(num_requests: int, seed: int) -> list[Arrival]:
+    """At one request a second on average."""
+    generator, at_s, arrivals = random.Random(seed), 0.0, []
+    for _ in range(num_requests):
+        prompt, answer = (generator.randint(*bounds) for bounds in (_PROMPT_TOKENS, _ANSWER_TOKENS))
+        arrivals.append(Arrival(at_s, prompt, answer))
+        at_s += generator.expovariate(1.0)
+    return arrivals
+
+
+# --- the simulator
+
+
+def tables_of(stack: LocalStack) -> dict[str, Any]:
+    """Those that its executor uses, as JSON: their file is named in its log."""
+    found = re.findall(r"operations (?:are kept in|were measured .* ago, see) (\S+)", _log(stack))
+    if not found:
+        raise SystemExit("gpu_svc names no file of measured operations")
+    tables = json.loads(Path(found[-1]).read_text())["tables"]
+    assert isinstance(tables, dict)
+    return tables
+
+
+def _log(stack: LocalStack) -> str:
+    return stack.log_paths["gpu_svc"].read_text()
+
+
+class Simulator:
+    """The stack as the simulator sees it."""
+
+    def __init__(self, stack: LocalStack, tables: dict[str, Any], mode: ModePolicy, num_layers: int) -> None:
+        info, planner = stack.server_info(), stack.config.planner
+        assert planner.max_sequence_tokens is not None
+        self.mode = mode
+        self.tables = tables_from_message(json_format.ParseDict(tables, executor_pb2.OperationTables()))
+        self._num_layers = num_layers
+        self.capacity = Capacity(
+            gpu_blocks=info.gpu_blocks,
+            host_blocks=info.host_blocks,
+            block_tokens=info.block_tokens,
+            max_sequences=planner.max_running_sequences,
+            max_batch_tokens=planner.max_batch_tokens,
+            max_sequence_tokens=planner.max_sequence_tokens,
+            block_bytes=info.block_bytes,
+        )
+
+    def alone(self) -> "Simulator":
+        """The same with all KV on the GPU."""
+        other = copy.copy(self)
+        capacity = self.capacity
+        other.capacity = replace(capacity, gpu_blocks=capacity.gpu_blocks + capacity.host_blocks, host_blocks=0)
+        other.mode = "gpu_only"
+        return other
+
+    def estimator(self) -> TableEstimator:
+        return TableEstimator(self.tables, self._num_layers)
+
+    def executor(self) -> SimulatedExecutor:
+        return SimulatedExecutor(self.estimator(), self.capacity.block_bytes // self.capacity.block_tokens)
+
+    def run(self, arrivals: Sequence[Arrival], rate: float) -> Metrics:
+        """`rate` 0: all at once."""
+        executor = self.executor()
+        scheduler = Scheduler(self.capacity, self.estimator(), self.mode, len(arrivals))
+        requests = Simulation(scheduler, executor).run(at_rate(arrivals, rate), None)
+        return measure_simulated(requests, _NO_TARGETS, executor.worked)
+
+
+# --- the real stack
+
+
+async def serve(address: str, arrivals: Sequence[Arrival], vocab_size: int) -> Outcome:
+    """Each request is sent when it arrives, whatever became of those before."""
+    generator = random.Random(0)
+    prompts = [[generator.randrange(100, vocab_size) for _ in range(item.prompt_tokens)] for item in arrivals]
+    ttfts: list[float] = []
+    tpots: list[float] = []
+    ends: list[float] = []
+
+    async def one(client: AsyncClient, arrival: Arrival, prompt: list[int]) -> None:
+        due_s = start_s + arrival.at_s
+        await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
+        first_s = last_s = 0.0
+        stream = client.stream(
+            token_ids=prompt, max_tokens=arrival.output_tokens, ignore_eos=True, temperature=1.0, seed=0
+        )
+        async for delta in stream:
+            if delta.token_ids:
+                last_s = time.perf_counter()
+                first_s = first_s or last_s
+        ttfts.append(first_s - due_s)
+        tpots.append((last_s - first_s) / (arrival.output_tokens - 1))
+        ends.append(last_s)
+
+    async with AsyncClient(address) as client:
+        start_s = time.perf_counter()
+        await asyncio.gather(*(one(client, *both) for both in zip(arrivals, prompts, strict=True)))
+    return Outcome(statistics.median(ttfts), statistics.median(tpots), len(arrivals) / (max(ends) - start_s))
+
+
+# --- side by side
+
+
+def rows(what: str, rate: float, simulated: Metrics, rounds: Sequence[Outcome]) -> Iterator[Row]:
+    """Real over simulated, medians over the rounds."""
+    for name, quantity, unit, factor, limit in (
+        ("ttft_p50", "TTFT p50", "ms", 1e3, _LATENCY_LIMIT),
+        ("tpot_p50", "TPOT p50", "ms", 1e3, _LATENCY_LIMIT),
+        ("thr_makespan", "throughput", "req/s", 1.0, _THROUGHPUT_LIMIT),
+    ):
+        real, predicted = statistics.median(getattr(each, name) for each in rounds), getattr(simulated, name)
+        detail = f"real {real * factor:.3g} {unit}, simulated {predicted * factor:.3g}, ratio {real / predicted:.3f}"
+        where = f"{what}, {rate:.2f} req/s: {quantity}"
+        yield Row(where, abs(real / predicted - 1), "|real / simulated - 1|", limit, False, detail)
+
+
+def measure(args: argparse.Namespace) -> list[Row]:
+    spec = read_spec(resolve(args.model))
+    arrivals = workload(args.requests, args.seed)
+    longest_tokens = _PROMPT_TOKENS[1] + _ANSWER_TOKENS[1] + 16
+    num_kv_tokens = args.requests * longest_tokens // 2
+    table: list[Row] = []
+
+    def compare(what: str, simulator: Simulator, address: str, share: float) -> None:
+        rate = share * simulator.run(arrivals, 0.0).thr_makespan
+        simulated = simulator.run(arrivals, rate)
+        rounds = [asyncio.run(serve(address, at_rate(arrivals, rate), spec.vocab_size)) for _ in range(args.rounds)]
+        table.extend(rows(f"{what}, {share:.0%} of capacity", rate, simulated, rounds))
+
+    with running(
+        args.mode, num_kv_tokens, _GPU_SHARE, longest_tokens, "auto", model=args.model, dtype=args.dtype
+    ) as stack:
+        tables = tables_of(stack)
+        simulator = Simulator(stack, tables, args.mode, spec.num_layers)
+        asyncio.run(serve(stack.address, at_rate(arrivals[:_WARM_UP], 0.0), spec.vocab_size))
+        for share in args.shares:
+            compare("real stack", simulator, stack.address, share)
+        counters = stack.server_info().counters
+        config = stack.config
+    print(f"iterations: {counters.gpu_only_iterations} on the GPU alone, {counters.asymmetric_iterations} asymmetric")
+    alone = simulator.alone()
+    shape = KvShape.of(spec, alone.capacity.block_tokens, torch.bfloat16)
+    executor = PacedExecutor(alone.executor(), tables_from_json(tables), shape, alone.capacity.gpu_blocks)
+    with paced(config, executor) as address:
+        for share in args.shares:
+            compare("executor that sleeps", alone, address, share)
+    return table
+
+
+def main() -> None:
+    parser = arguments("The real stack in real time beside the simulator.")
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--mode", default="auto", choices=("auto", "gpu_only", "asymmetric"))
+    parser.add_argument("--shares", type=lambda text: [float(n) for n in text.split(",")], default=[0.5, 0.9])
+    parser.add_argument("--requests", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    table = measure(args)
+    about = (
+        f"{args.requests} requests of {_PROMPT_TOKENS[0]} to {_PROMPT_TOKENS[1]} tokens with answers of "
+        f"{_ANSWER_TOKENS[0]} to {_ANSWER_TOKENS[1]}, Poisson arrivals, mode {args.mode}; shares of the rate at which "
+        f"the simulator serves them as a burst. Medians over {args.rounds} rounds."
+    )
+    publish("realtime", "Simulator against real time", "make bench-realtime", about, table, args.publish)
+
+
+if __name__ == "__main__":
+    main()
