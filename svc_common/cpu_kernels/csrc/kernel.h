@@ -79,12 +79,14 @@ struct Kernel {
 
 // The widest vector.
 constexpr std::size_t max_lanes = 16;
-// Tokens that get their weights together.
+// Tokens that get their weights together: of a prompt's queries, for which they are converted first, and of decodes.
 constexpr std::int32_t chunk_tokens = 64;
+constexpr std::int32_t most_decode_tokens = 128;
 // Room behind a chunk's rows: vectors of tokens may end past their last token.
 constexpr std::size_t chunk_stride = chunk_tokens + max_lanes;
+constexpr std::size_t decode_stride = most_decode_tokens + max_lanes;
 // Room for a chunk's weights in 16 bits, two by two within each block: blocks of odd offsets and lengths waste places.
-constexpr std::size_t pair_stride = 2 * chunk_tokens + max_lanes;
+constexpr std::size_t pair_stride = 2 * most_decode_tokens + max_lanes;
 // Query rows, tokens times heads of a group, that share keys and values once these are converted.
 constexpr std::int32_t prefill_rows = 96;
 // Query rows that are multiplied together, in registers.
@@ -104,11 +106,11 @@ constexpr std::size_t partial_row_floats(const KernelShape& shape) { return padd
 
 constexpr std::size_t partial_floats(const KernelShape& shape) { return shape.group * partial_row_floats(shape); }
 
-// Per query head: q and accumulator [padded_dim] each, weights [chunk_stride], these in 16 bits [pair_stride / 2], their
+// Per query head: q and accumulator [padded_dim] each, weights [decode_stride], these in 16 bits [pair_stride / 2], their
 // sums [max_lanes], a maximum, the last of an odd number of dimensions, and q's scale. Once: weights by place
 // [pair_stride].
 constexpr std::size_t scratch_floats(const KernelShape& shape) {
-    return shape.group * (2 * padded_dim(shape) + chunk_stride + pair_stride / 2 + max_lanes + 3) + pair_stride;
+    return shape.group * (2 * padded_dim(shape) + decode_stride + pair_stride / 2 + max_lanes + 3) + pair_stride;
 }
 
 constexpr std::int32_t max_prefill_tokens(const KernelShape& shape) {

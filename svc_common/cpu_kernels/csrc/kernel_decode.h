@@ -14,9 +14,10 @@ template <typename S, typename KV, bool Dot>
 void attend_tokens(const KernelShape& shape, const HeadKv& kv, std::int32_t num_heads, std::int32_t begin,
                    std::int32_t end, float* memory) {
     const auto head_elements = static_cast<std::ptrdiff_t>(head_block_elements(shape));
-    DecodePart<KV> parts[chunk_tokens];
-    for (std::int32_t position = begin; position < end; position += chunk_tokens) {
-        const std::int32_t count = smaller(chunk_tokens, end - position);
+    DecodePart<KV> parts[most_decode_tokens];
+    const std::int32_t chunk = tokens_of_chunk<KV>(shape);
+    for (std::int32_t position = begin; position < end; position += chunk) {
+        const std::int32_t count = smaller(chunk, end - position);
         for (std::int32_t h = 0; h < num_heads; ++h) {
             const HeadKv head{static_cast<KV*>(kv.pool) + h * head_elements, is_int8<KV> ? kv.scales + h : nullptr,
                               kv.block_table};

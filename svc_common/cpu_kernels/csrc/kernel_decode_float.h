@@ -63,7 +63,7 @@ template <typename S, typename KV, bool Dot, int Heads>
         for (int h = 0; h < Heads; ++h) sums[h][0] = S::fma(x, S::set(q_last[h]), sums[h][0]);
     }
 #pragma GCC unroll 4
-    for (int h = 0; h < Heads; ++h) S::store(out + h * chunk_stride, S::add(sums[h][0], sums[h][1]));
+    for (int h = 0; h < Heads; ++h) S::store(out + h * decode_stride, S::add(sums[h][0], sums[h][1]));
 }
 
 template <typename S, typename KV, bool Dot, int Heads>
@@ -76,7 +76,7 @@ void score_chunk(const KernelShape& shape, const DecodePart<KV>* parts, std::int
             const char* next = part.next_keys + t * shape.head_dim * sizeof(KV);
             score_tile<S, KV, Dot, Heads>(shape, scratch.q + head * scratch.padded, scratch.q_last + head, part.keys,
                                           part.offset + t, next,
-                                          scratch.weights + head * chunk_stride + part.first + t);
+                                          scratch.weights + head * decode_stride + part.first + t);
         }
     }
 }
@@ -105,7 +105,7 @@ struct Columns {
     [[gnu::always_inline]] void add(const KV* row, std::int32_t count, const float* weights) {
         typename S::Vec weight[Heads];
 #pragma GCC unroll 4
-        for (int h = 0; h < Heads; ++h) weight[h] = S::set(weights[h * chunk_stride]);
+        for (int h = 0; h < Heads; ++h) weight[h] = S::set(weights[h * decode_stride]);
 #pragma GCC unroll 4
         for (int i = 0; i < Pairs; ++i) {
             typename S::Vec x, y;
@@ -152,7 +152,7 @@ template <typename S, typename KV, bool Dot, int Heads, int Pairs, bool Whole>
     for (std::int32_t p = 0; p < num_parts; ++p) {
         const DecodePart<KV>& part = parts[p];
         const KV* row = part.values + column;
-        const std::size_t first_weight = head * chunk_stride + part.first;
+        const std::size_t first_weight = head * decode_stride + part.first;
         [[maybe_unused]] const BFloat* pairs = reinterpret_cast<const BFloat*>(scratch.pairs);
         std::int32_t t = 0;
         if constexpr (Dot && Whole) {
@@ -194,7 +194,7 @@ void attend_float_parts(const KernelShape& shape, const DecodePart<KV>* parts, s
         score_chunk<S, KV, Dot, Heads>(shape, parts, num_parts, head, scratch);
     });
     for (std::int32_t g = 0; g < shape.group; ++g) {
-        float* weights = scratch.weights + g * chunk_stride;
+        float* weights = scratch.weights + g * decode_stride;
         weigh<S>(shape, weights, 0, count, scratch.maxima[g], scratch.sums + g * max_lanes,
                  scratch.acc + g * scratch.padded);
         if constexpr (Dot) convert<S>(weights, reinterpret_cast<BFloat*>(scratch.pairs) + g * pair_stride, count, 1.0f);

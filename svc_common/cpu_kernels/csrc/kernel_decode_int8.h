@@ -68,7 +68,7 @@ template <typename S, int Heads>
 #pragma GCC unroll 4
     for (int h = 0; h < Heads; ++h) {
         const auto sum = S::add(S::to_floats(sums[h][0]), S::to_floats(sums[h][1]));
-        S::store(out + h * chunk_stride, S::mul(sum, S::set(q_scales[h] * key_scale)));
+        S::store(out + h * decode_stride, S::mul(sum, S::set(q_scales[h] * key_scale)));
     }
 }
 
@@ -82,7 +82,7 @@ void score_int8_chunk(const KernelShape& shape, const DecodePart<std::int8_t>* p
         for (std::int32_t t = 0; t < part.count; t += S::width)
             score_int8_tile<S, Heads>(shape, q, scratch.q_last + head, scratch.q_scales + head, part.keys,
                                       part.offset + t, part.key_scale, part.next_keys + t * shape.head_dim,
-                                      scratch.weights + head * chunk_stride + part.first + t);
+                                      scratch.weights + head * decode_stride + part.first + t);
     }
 }
 
@@ -171,7 +171,7 @@ void add_int8_values(const KernelShape& shape, const DecodePart<std::int8_t>* pa
                      std::int32_t head, DecodeScratch& scratch) {
     float scales[Heads];
     for (int h = 0; h < Heads; ++h)
-        scales[h] = pair_weights<S>(parts, num_parts, scratch.weights + (head + h) * chunk_stride, scratch.places,
+        scales[h] = pair_weights<S>(parts, num_parts, scratch.weights + (head + h) * decode_stride, scratch.places,
                                     reinterpret_cast<std::int16_t*>(scratch.pairs) + (head + h) * pair_stride);
     constexpr int most = S::accumulators / Heads;
     std::int32_t column = 0;
@@ -195,7 +195,7 @@ void attend_int8_parts(const KernelShape& shape, const DecodePart<std::int8_t>* 
         score_int8_chunk<S, Heads>(shape, parts, num_parts, head, scratch);
     });
     for (std::int32_t g = 0; g < shape.group; ++g)
-        weigh<S>(shape, scratch.weights + g * chunk_stride, 0, count, scratch.maxima[g], scratch.sums + g * max_lanes,
+        weigh<S>(shape, scratch.weights + g * decode_stride, 0, count, scratch.maxima[g], scratch.sums + g * max_lanes,
                  scratch.acc + g * scratch.padded);
     for_head_tiles(shape.group, [&]<int Heads>(std::int32_t head) {
         add_int8_values<S, Heads>(shape, parts, num_parts, head, scratch);

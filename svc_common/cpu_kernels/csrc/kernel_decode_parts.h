@@ -24,7 +24,7 @@ struct DecodeScratch {
         acc = memory + kv_head * scratch_floats(shape);
         q = acc + group * padded;
         weights = q + group * padded;
-        pairs = weights + group * chunk_stride;
+        pairs = weights + group * decode_stride;
         sums = pairs + group * pair_stride / 2;
         maxima = sums + group * max_lanes;
         q_last = maxima + group;
@@ -35,7 +35,7 @@ struct DecodeScratch {
     std::size_t padded;
     float* acc;       // [group, padded], columns in the order of load_columns
     float* q;         // per tile of heads [head_dim / 2, heads, 2], as fp32, or as bf16 or int16 for such products
-    float* weights;   // [group, chunk_stride] of the current chunk
+    float* weights;   // [group, decode_stride] of the current chunk
     float* pairs;     // [group, pair_stride] the same in bf16 or int16
     float* sums;      // [group, max_lanes] of the weights so far, by lane
     float* maxima;    // [group] of the scores so far
@@ -57,6 +57,15 @@ template <typename F>
             default: f.template operator()<4>(head); break;
         }
     }
+}
+
+// A maximum and a rescaling for each query head cost less the more tokens share them; but a head's keys in a chunk have
+// to fit into half of a first-level cache, as several tiles of query heads read them.
+template <typename KV>
+std::int32_t tokens_of_chunk(const KernelShape& shape) {
+    constexpr std::size_t most_key_bytes = 16 * 1024;
+    return shape.head_dim * sizeof(KV) * most_decode_tokens <= most_key_bytes ? most_decode_tokens
+                                                                               : most_decode_tokens / 2;
 }
 
 // Sets sums and maxima to those of no token.
@@ -94,7 +103,7 @@ inline void fetch_scales(const KernelShape& shape, const HeadKv& kv, std::int32_
 template <typename KV>
 std::int32_t cut_chunk(const KernelShape& shape, const HeadKv& kv, std::int32_t position, std::int32_t count,
                        std::int32_t end, std::ptrdiff_t next_head, std::ptrdiff_t first_head, DecodePart<KV>* parts) {
-    const std::int32_t blocks_ahead = (chunk_tokens + shape.block_tokens - 1) / shape.block_tokens;
+    const std::int32_t blocks_ahead = (tokens_of_chunk<KV>(shape) + shape.block_tokens - 1) / shape.block_tokens;
     std::int32_t num_parts = 0;
     for (std::int32_t first = 0; first < count;) {
         DecodePart<KV>& part = parts[num_parts++];

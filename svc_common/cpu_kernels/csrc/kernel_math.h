@@ -155,26 +155,20 @@ typename S::Vec tanh2(typename S::Vec x) {
     return S::div(S::sub(minus, plus), S::add(minus, plus));
 }
 
-// Scales and caps scores [end], in place, and returns the largest of [begin, end). All others, up to the end of the
-// last vector, become -infinity.
+// Caps scores [end], in place, and returns the largest of [begin, end). All others, up to the end of the last vector,
+// become -infinity.
 template <typename S>
-float scale_scores(const KernelShape& shape, float* scores, std::int32_t begin, std::int32_t end) {
-    float factor = shape.softmax_scale * log2_e;
+float cap_scores(const KernelShape& shape, float* scores, std::int32_t begin, std::int32_t end) {
     if (shape.softcap > 0.0f) {
-        const auto to_half_cap = S::set(2.0f * factor / shape.softcap);
+        const auto to_half_cap = S::set(2.0f * shape.softmax_scale * log2_e / shape.softcap);
         const auto cap = S::set(shape.softcap * log2_e);
         for (std::int32_t i = 0; i < end; i += S::width)
             S::store(scores + i, S::mul(tanh2<S>(S::mul(S::load(scores + i), to_half_cap)), cap));
-        factor = 1.0f;
     }
     for (std::int32_t i = 0; i < begin; ++i) scores[i] = -infinity;
     for (std::int32_t i = end; i % S::width != 0; ++i) scores[i] = -infinity;
     auto largest = S::set(-infinity);
-    for (std::int32_t i = 0; i < end; i += S::width) {
-        const auto x = S::mul(S::load(scores + i), S::set(factor));
-        S::store(scores + i, x);
-        largest = S::max(largest, x);
-    }
+    for (std::int32_t i = 0; i < end; i += S::width) largest = S::max(largest, S::load(scores + i));
     return S::reduce_max(largest);
 }
 
@@ -183,7 +177,9 @@ float scale_scores(const KernelShape& shape, float* scores, std::int32_t begin, 
 template <typename S>
 void weigh(const KernelShape& shape, float* scores, std::int32_t begin, std::int32_t end, float& maximum, float* sums,
            float* acc) {
-    const float largest = scale_scores<S>(shape, scores, begin, end);
+    // Capped scores are scaled already.
+    const float factor = shape.softcap > 0.0f ? 1.0f : shape.softmax_scale * log2_e;
+    const float largest = cap_scores<S>(shape, scores, begin, end) * factor;
     if (largest > maximum) {
         const auto shrink = S::set(exp2_of<S>(maximum - largest));
         maximum = largest;
@@ -192,10 +188,10 @@ void weigh(const KernelShape& shape, float* scores, std::int32_t begin, std::int
             S::store(acc + d, S::mul(S::load(acc + d), shrink));
     }
     // Where nothing counts so far, all weights are to be 0 and not 2^(-inf + inf).
-    const auto reference = S::set(maximum == -infinity ? 0.0f : maximum);
+    const auto reference = S::set(maximum == -infinity ? 0.0f : -maximum);
     auto sum = S::load(sums);
     for (std::int32_t i = 0; i < end; i += S::width) {
-        const auto weights = exp2<S>(S::sub(S::load(scores + i), reference));
+        const auto weights = exp2<S>(S::fma(S::load(scores + i), S::set(factor), reference));
         S::store(scores + i, weights);
         sum = S::add(sum, weights);
     }
