@@ -22,6 +22,7 @@ from gpu_svc.kv_cache import GpuKvCache, KvPlaces
 from gpu_svc.kv_layout import KvBlocks
 from gpu_svc.kv_swap import BlockMoves, copy_blocks
 from gpu_svc.limits import Int32Array, Limits
+from gpu_svc.measured import CpuTrip, lesser, points, steps
 from gpu_svc.model.decoder import Decoder, Workspace
 from gpu_svc.pipeline import Stage, outputs, run_layers
 from gpu_svc.sampling import SamplingRows, sample
@@ -33,18 +34,6 @@ from svc_common.plan import IterationPlan, Mode, NewSequence, Sampling, SubBatch
 _CPU_RUNS = 3
 _SWAP_BYTES = 16 * 2**20
 _ITERATION_SEQUENCES = 4  # A point of all tables, as is 1.
-
-
-@dataclass(frozen=True, slots=True)
-class _CpuTrip:
-    """A layer's decodes on the CPU, and where their time goes; seconds of one layer."""
-
-    num_sequences: int
-    context_tokens: int
-    """Of all sequences together."""
-    attention_s: float
-    copy_s: float
-    signal_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,18 +74,21 @@ class Profiler:
 
     @torch.inference_mode()
     def measure(self) -> Tables:
-        trips = list(self._cpu_trips())
-        copies = {trip.num_sequences: trip.copy_s for trip in trips}  # The longest contexts last: they cool the caches.
-        linear, decode, head = dict(self._linear()), tuple(self._gpu_decode()), dict(self._head())
+        """Everything twice, and the lesser counts: a stall must not spoil a point, least of all one that is kept."""
+        linear, head = lesser(self._linear), lesser(self._head)
+        prefill, decode = lesser(self._prefill), lesser(self._gpu_decode)
+        trips = [*self._cpu_trips(), *self._cpu_trips()]
+        attention = lesser(lambda: ((t.num_sequences, t.context_tokens, t.attention_s) for t in trips))
+        copies = lesser(lambda: ((t.num_sequences, t.copy_s) for t in trips))
         return Tables(
-            linear=tuple(linear.items()),
-            prefill=tuple(self._prefill()),
-            gpu_decode=decode,
-            cpu_decode=tuple((trip.num_sequences, trip.context_tokens, trip.attention_s) for trip in trips),
-            head=tuple(head.items()),
+            linear=points(linear),
+            prefill=points(prefill),
+            gpu_decode=points(decode),
+            cpu_decode=points(attention),
+            head=points(head),
             swap_bytes_per_s=self._swap_bytes_per_s(),
-            iteration_s=self._iteration_s(linear, {(n, context): s for n, context, s in decode}, head),
-            cpu_copy=tuple(copies.items()),
+            iteration_s=self._iteration_s(linear, decode, head),
+            cpu_copy=points(copies),
             cpu_signal_s=statistics.median(trip.signal_s for trip in trips) if trips else 0.0,
         )
 
@@ -104,7 +96,7 @@ class Profiler:
         """Layer after layer, so that weights come from memory as in an iteration; K and V are stored as well."""
         spec, device = self.decoder.spec, self.decoder.device
         layers = cycle(range(spec.num_layers))
-        for num_tokens in _steps(1, self.limits.max_batch_tokens, 2):
+        for num_tokens in steps(1, self.limits.max_batch_tokens, 2):
             hidden = self._noise(num_tokens, spec.hidden_size)
             workspace = self.decoder.workspace(torch.arange(num_tokens, device=device))
             attended = self._noise(num_tokens, spec.num_q_heads, spec.head_dim)
@@ -134,11 +126,11 @@ class Profiler:
         layer_blocks = self.cache.blocks[0]
         if not self.cache.num_blocks:
             layer_blocks = self._noise(1, *self.cache.blocks.shape[2:]).to(self.cache.shape.dtype)
-        for chunk_tokens in _steps(1, longest, 4):
+        for chunk_tokens in steps(1, longest, 4):
             q = self._noise(chunk_tokens, spec.num_q_heads, spec.head_dim)
             out = torch.empty_like(q)
             most_past = self.limits.max_sequence_tokens - chunk_tokens
-            for past_tokens in (0, *_steps(min(256, most_past), most_past, 4)) if most_past else (0,):
+            for past_tokens in (0, *steps(min(256, most_past), most_past, 4)) if most_past else (0,):
                 num_blocks = -(-(past_tokens + chunk_tokens) // block_tokens)
                 # More blocks than there are: repeated ones cost the same.
                 blocks = (np.arange(num_blocks) % len(layer_blocks)).astype(np.int32)
@@ -161,7 +153,7 @@ class Profiler:
     def _run_decode(self, attention: DecodeAttention, q: Tensor, out: Tensor, layers: Iterator[int]) -> None:
         attention.run(q, self.cache.blocks[next(layers)], out)
 
-    def _cpu_trips(self) -> "Iterator[_CpuTrip]":
+    def _cpu_trips(self) -> Iterator[CpuTrip]:
         spec, host = self.decoder.spec, self.host
         if host is None:
             return
@@ -175,7 +167,7 @@ class Profiler:
                 passes.append(self._trips_ns(host, work, q, kv, out))
             # The least: what disturbs a measurement only adds. To waiting it may do either.
             attention_ns, copy_ns, signal_ns = zip(*passes, strict=True)
-            yield _CpuTrip(
+            yield CpuTrip(
                 num_sequences,
                 num_sequences * context_tokens,
                 attention_s=min(attention_ns) / spec.num_layers / 1e9,
@@ -198,17 +190,17 @@ class Profiler:
     def _decode_grid(self, num_blocks: int) -> Iterator[tuple[int, int, Int32Array]]:
         """(num_sequences, context tokens of each, block tables) up to what the tier holds."""
         block_tokens = self.cache.shape.block_tokens
-        for num_sequences in _steps(1, min(self.limits.max_sequences, self.limits.max_batch_tokens, num_blocks), 4):
+        for num_sequences in steps(1, min(self.limits.max_sequences, self.limits.max_batch_tokens, num_blocks), 4):
             blocks_each = num_blocks // num_sequences
             longest = min(self.limits.max_sequence_tokens, blocks_each * block_tokens)
-            for context_tokens in _steps(min(block_tokens, longest), longest, 8):
+            for context_tokens in steps(min(block_tokens, longest), longest, 8):
                 width = -(-context_tokens // block_tokens)
                 tables = np.arange(num_sequences)[:, None] * blocks_each + np.arange(width)
                 yield num_sequences, context_tokens, tables.astype(np.int32)
 
     def _head(self) -> Iterator[tuple[int, float]]:
         """With sampling at temperature 1, the default of requests."""
-        for num_outputs in _steps(1, min(self.limits.max_sequences, self.limits.max_batch_tokens), 2):
+        for num_outputs in steps(1, min(self.limits.max_sequences, self.limits.max_batch_tokens), 2):
             hidden = self._noise(num_outputs, self.decoder.spec.hidden_size)
             rows = _default_rows(num_outputs)
             seconds = self._watch.least_s(partial(self._run_head, hidden, rows), self._run_layers)
@@ -244,7 +236,10 @@ class Profiler:
         return 2 * num_blocks * block_bytes / self._watch.least_s(there_and_back)
 
     def _iteration_s(
-        self, linear: Mapping[int, float], decode: Mapping[tuple[int, int], float], head: Mapping[int, float]
+        self,
+        linear: Mapping[tuple[int, ...], float],
+        decode: Mapping[tuple[int, ...], float],
+        head: Mapping[tuple[int, ...], float],
     ) -> float:
         """What an iteration of a few decodes takes beside what the tables say of it; taking its plan over, at least."""
         cache, watch = self.cache, self._watch
@@ -277,21 +272,11 @@ class Profiler:
         prepare_s = watch.least_s(prepare)
         if not cache.num_blocks:
             return prepare_s
-        layer_s = linear[num] + decode[num, num * context_tokens]
-        return max(prepare_s, watch.least_s(run) - self.decoder.spec.num_layers * layer_s - head[num])
+        layer_s = linear[num,] + decode[num, num * context_tokens]
+        return max(prepare_s, watch.least_s(run) - self.decoder.spec.num_layers * layer_s - head[num,])
 
     def _noise(self, *shape: int) -> Tensor:
         return torch.randn(shape, dtype=torch.float32).to(device=self.decoder.device, dtype=self.decoder.dtype)
-
-
-def _steps(first: int, last: int, factor: int) -> Iterator[int]:
-    """first, first * factor, ..., last; nothing where last is below 1."""
-    value = first
-    while 0 < value < last:
-        yield value
-        value *= factor
-    if last > 0:
-        yield last
 
 
 def _default_rows(num_rows: int) -> SamplingRows:

@@ -1,7 +1,8 @@
 """Monotone interpolation over measured points, in one and two dimensions; under TableEstimator.
 
-More work never takes less time, so where noise says otherwise the larger measurement before it holds. Below the first
-point the first value holds (a fixed cost remains); beyond the last one the last slope goes on.
+More work never takes less time, and what disturbs a measurement only adds: where more work was measured to take less,
+that holds for less work, too. Below the first point the first value holds (a fixed cost remains); beyond the last one
+the last slope goes on.
 """
 
 from bisect import bisect_right
@@ -17,11 +18,11 @@ class Curve:
         """`points` are (x, seconds), at least one. `last_slope` replaces the slope of the last segment beyond it."""
         merged: dict[float, float] = {}
         for x, seconds in points:
-            merged[x] = max(merged.get(x, 0.0), seconds)
+            merged[x] = min(merged.get(x, seconds), seconds)
         if not merged:
             raise ValueError("a curve needs at least one point")
         self.xs = sorted(merged)
-        self.values = list(accumulate((merged[x] for x in self.xs), max))
+        self.values = list(accumulate((merged[x] for x in reversed(self.xs)), min))[::-1]
         slopes = [
             (high - low) / (right - left)
             for (left, right), (low, high) in zip(pairwise(self.xs), pairwise(self.values), strict=True)
@@ -61,15 +62,21 @@ class Surface:
         self._per_x = per_x
         self._xs = sorted(by_x)
         ys = sorted({y for row in by_x.values() for y, _ in row})
+        measured = [Curve(by_x[x]) for x in self._xs]
+        values = [[row(y) for y in ys] for row in measured]
+        for index in range(len(values) - 2, -1, -1):
+            # Only where more was measured: an extension is a guess.
+            num = bisect_right(ys, measured[index + 1].xs[-1])
+            for i in range(num):
+                values[index][i] = min(values[index][i], values[index + 1][i])
         self._rows: list[Curve] = []
-        for x in self._xs:
-            row = Curve(by_x[x])
-            values, slope = [row(y) for y in ys], row.last_slope
+        for index, row in enumerate(measured):
+            slope = row.last_slope
             if self._rows:
                 below = self._rows[-1]
-                values = [max(pair) for pair in zip(values, below.values, strict=True)]
+                values[index] = [max(pair) for pair in zip(values[index], below.values, strict=True)]
                 slope = max(slope, below.last_slope)
-            self._rows.append(Curve(zip(ys, values, strict=True), slope))
+            self._rows.append(Curve(zip(ys, values[index], strict=True), slope))
         self._slope_beyond = self._slope_beyond_last_row(ys)
 
     def _slope_beyond_last_row(self, ys: list[float]) -> Curve:

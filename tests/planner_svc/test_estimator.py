@@ -35,9 +35,12 @@ def test_curve_of_one_point_is_constant():
     assert [Curve([(8, 2.0)])(x) for x in (1, 8, 100)] == [2.0, 2.0, 2.0]
 
 
-def test_curve_holds_the_larger_measurement_against_noise():
+def test_a_disturbed_measurement_is_bounded_by_those_of_more_work():
     curve = Curve([(1, 5.0), (2, 4.0), (3, 6.0), (4, 5.5)])
-    assert [curve(x) for x in (1, 2, 3, 4, 9)] == [5.0, 5.0, 6.0, 6.0, 6.0]
+    assert [curve(x) for x in (1, 2, 3, 4, 9)] == [4.0, 4.0, 5.5, 5.5, 5.5]
+    surface = Surface([(1, 0, 1.0), (1, 9, 50.0), (2, 0, 40.0), (2, 9, 3.0), (3, 0, 2.0)])
+    assert [surface(1, 0), surface(1, 9), surface(2, 0), surface(2, 9)] == [1.0, 3.0, 2.0, 3.0]
+    assert surface(3, 9) == 3.0  # not measured: no less than less work
 
 
 def test_surface_is_bilinear():
