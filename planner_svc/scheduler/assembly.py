@@ -125,9 +125,9 @@ class Assembly:
 
 
 def _most_tokens(estimator: Estimator, knee_tokens: int, highest: int) -> int:
-    fixed_s = estimator.iteration_s(SubBatchLoad(((1, 0),), num_outputs=1)) - estimator.num_layers * estimator.linear_s(1)
-    limit_s = fixed_s / _FIXED_SHARE
-    most = last_fitting(1, highest, lambda num: estimator.num_layers * estimator.linear_s(num) <= limit_s)
+    num_layers = estimator.num_layers
+    fixed_s = estimator.iteration_s(SubBatchLoad(((1, 0),), num_outputs=1)) - num_layers * estimator.linear_s(1)
+    most = last_fitting(1, highest, lambda num: num_layers * estimator.linear_s(num) <= fixed_s / _FIXED_SHARE)
     return max(_BATCH_TOKENS, _BATCH_KNEES * knee_tokens, most)
 
 
