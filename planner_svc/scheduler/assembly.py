@@ -55,13 +55,14 @@ class Assembly:
         prompts = Prompts(capacity, residency, self._placement, self._queue, pace)
         chunks = prompts.propose(budget, start_s, self._costs.prefill_tokens_per_s)
         work.take(chunks)
+        is_pressed = prompts.is_crowded and longest_s == float("inf")
         limits = Bounds(
             longest_s=longest_s,
             num_prefill_tokens=budget,
             num_free_tokens=self._costs.knee_tokens,
             prefill_tokens_per_s=needed_tokens_per_s(chunks, start_s),
-            num_paced=self._num_paced(decodes, pace) if prompts.is_crowded else None,
-            runs_cpu=prompts.is_crowded and longest_s == float("inf") and pace.is_worthwhile(),
+            num_paced=self._num_paced(decodes, pace) if is_pressed else None,
+            runs_cpu=is_pressed and pace.is_worthwhile(),
             prefill_worth=1 / max(ratio, 1e-3),
         )
         return work, limits, prompts.held_back

@@ -20,6 +20,8 @@ _SURPLUS = 2.0
 _DRAINED = 0.3
 """Sequences of a cohort for each that waits, at most: it ends so many while the others are served. More would be left
 to it alone in the end."""
+_GAIN = 1.1
+"""In throughput that the CPU must promise to be used at all: the end of a burst takes some of it back."""
 _SHORTEST_S = 1e-9
 """An estimator without measurements says 0."""
 _WEIGHT = 0.01
@@ -167,7 +169,10 @@ class Pace:
                 counts.append(count)
                 count += max(1, count // 4)
             rates = [(*self._rate(count, round(count * mean_context)), count) for count in counts]
-            _, self._best_decodes, best = max(rates, key=lambda rate: rate[0])
+            fastest = max(rates, key=lambda rate: rate[0])
+            if self._num[Tier.HOST] == 0 and fastest[0] < _GAIN * rates[0][0]:
+                fastest = rates[0]
+            _, self._best_decodes, best = fastest
             self._best = mean_context * best
         return self._best
 

@@ -45,7 +45,8 @@ class Prompts:
             self._oldest_parked = next(item.sequence_id for item in residency.sequences if item.tier is Tier.HOST)
         self._start_s = 0.0
         num_blocks = sum([capacity.blocks_for(item.num_tokens) for item in waiting])
-        self.is_crowded = num_blocks > self._free[Tier.GPU]
+        # Those that are not looked at are about as long.
+        self.is_crowded = num_blocks * len(queue) > self._free[Tier.GPU] * max(1, len(waiting))
         """More wait than the GPU has room for."""
         self.held_back: list[Sequence] = []
         """Had room on the host, but not the CPU's time."""

@@ -55,6 +55,7 @@ class Scheduler:
         self._policy: ModePolicy = mode
         self._max_waiting = max_waiting
         self._tally = Tally()
+        self._mix = Mix()
         self._next_id = 1
         self._live: dict[int, Sequence] = {}
         """Neither finished nor lost."""
@@ -79,7 +80,6 @@ class Scheduler:
         """The last attempt found nothing, and nothing has changed since."""
         self._running_since_s = 0.0
         """When the oldest plan in flight began, as far as is known."""
-        self._mix = Mix()
         self._assembly = Assembly(
             capacity,
             self._calibration,

@@ -262,5 +262,5 @@ def test_prompts_come_in_while_there_is_room_whatever_a_token_costs():
     while (plan := loop.plan()) is not None:
         loop.apply()
         num_decodes += [len(batch.gpu_decodes) for batch in plan.sub_batches]
-    assert statistics.mean(num_decodes) >= 20
+    assert statistics.mean(num_decodes) >= 15
     assert len(loop.finishes) == 130
