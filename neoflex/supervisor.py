@@ -12,7 +12,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -90,7 +91,8 @@ class LocalStack:
             self._release()
             raise StackError(str(error)) from error
         config_path = self.run_dir / "config.toml"
-        config_path.write_text(to_toml(self.config))
+        with self._using_run_dir():
+            config_path.write_text(to_toml(self.config))
         self._client = Client(self.address)
         for name in self._service_names():
             # -P: what lies in the current directory is not ours to run.
@@ -156,12 +158,22 @@ class LocalStack:
     def _tail(self, name: str) -> str:
         return "\n".join(f"{name} | {line}" for line in last_lines(self.log_paths[name], _SHOWN_LOG_LINES))
 
+    @contextmanager
+    def _using_run_dir(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._release()
+            raise StackError(f"the run directory {self.run_dir} cannot be used: {error.strerror}") from error
+
     def _lock_run_dir(self) -> None:
-        self.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = self.run_dir.stat()
+        with self._using_run_dir():
+            self.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            status = self.run_dir.stat()
+            handle = os.open(self.run_dir, os.O_RDONLY | os.O_DIRECTORY)
         if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            os.close(handle)
             raise StackError(f"{self.run_dir} must be yours alone: chmod 700 {self.run_dir}")
-        handle = os.open(self.run_dir, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -324,6 +324,7 @@ class TestCtrlC:
     def test_while_it_imports(self) -> None:
         script = """
 import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # As in a terminal; a job in the background ignores it.
 class Interrupt:
     def find_spec(self, name, path=None, target=None):
         if name == "grpc":

@@ -85,6 +85,12 @@ def test_the_run_directory_is_private_and_says_what_runs(bench: Bench) -> None:
         bench.stack().start()
 
 
+def test_a_run_directory_that_is_a_file_is_refused(bench: Bench) -> None:
+    bench.run_dir.write_text("")
+    with pytest.raises(StackError, match=r"the run directory \S+ cannot be used: File exists"):
+        bench.stack().start()
+
+
 def test_a_child_that_dies_at_start_ends_it_with_its_last_words(bench: Bench) -> None:
     broken = (sys.executable, "-c", "print('no such model'); raise SystemExit(7)")
     stack = bench.stack(argv={"gpu_svc": broken})
