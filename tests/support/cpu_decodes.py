@@ -15,7 +15,6 @@ SHAPE = RegionShape(
     exchange_dtype="fp32",
     max_sequences=8,
     softmax_scale=0.2,
-    sliding_window=0,
 )
 TIMEOUT_S = 10.0
 
@@ -70,7 +69,8 @@ class Decodes:
         last = context - 1
         blocks = tables[np.arange(len(context)), last // shape.block_tokens]
         self.pool[layer, blocks, :, :, last % shape.block_tokens] = kv
-        want = attention(q, self.pool[layer], tables, context, shape.softmax_scale, shape.sliding_window)
+        window = shape.sliding_windows[layer] if shape.sliding_windows else 0
+        want = attention(q, self.pool[layer], tables, context, shape.softmax_scale, window, shape.softcap)
         got = decode(out)
         np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE[shape.exchange_dtype])
 
