@@ -105,7 +105,7 @@ class Profiler:
                 # More blocks than there are: repeated ones cost the same.
                 blocks = (np.arange(num_blocks) % len(layer_blocks)).astype(np.int32)
                 attention = self.backend.prefill(past_tokens, chunk_tokens, blocks)
-                seconds = self._least_s(partial(attention.run, q, layer_blocks, out))
+                seconds = self._least_s(partial(attention.run, 0, q, layer_blocks, out))
                 yield chunk_tokens, past_tokens, seconds
                 if seconds > _LONG_S:
                     break
@@ -121,7 +121,8 @@ class Profiler:
             yield num_sequences, num_sequences * context_tokens, seconds
 
     def _run_decode(self, attention: DecodeAttention, q: Tensor, out: Tensor, layers: Iterator[int]) -> None:
-        attention.run(q, self.cache.blocks[next(layers)], out)
+        layer = next(layers)
+        attention.run(layer, q, self.cache.blocks[layer], out)
 
     def _cpu_decode(self) -> Iterator[tuple[int, int, float]]:
         spec, host = self.decoder.spec, self.host

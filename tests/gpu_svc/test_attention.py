@@ -91,7 +91,7 @@ def test_decode(lengths: list[int], heads: tuple[int, int], block_tokens: int, w
     q = torch.randn(len(lengths), num_q_heads, HEAD_DIM)
     for backend in backends(num_q_heads, num_kv_heads, window, block_tokens, dtype):
         out = torch.full_like(q, float("nan"))
-        backend.decode(np.array(lengths), tables).run(q, blocks, out)
+        backend.decode(np.array(lengths), tables).run(0, q, blocks, out)
         for i, (k, v) in enumerate(sequences):
             expected = plain(q[i : i + 1], k, v, torch.tensor([lengths[i] - 1]), window)
             torch.testing.assert_close(out[i : i + 1].double(), expected, rtol=1e-4, atol=1e-5)
@@ -119,8 +119,8 @@ def test_prefill(
     for backend in backends(num_q_heads, num_kv_heads, window, block_tokens, dtype):
         attention = backend.prefill(start, num_tokens, tables[0])
         out, on_host = torch.full(q.shape, float("nan")), torch.full(q.shape, float("nan"))
-        attention.run(q, blocks, out)
-        attention.run_on_host(q, blocks, kv[:, start:].transpose(0, 1), on_host)
+        attention.run(0, q, blocks, out)
+        attention.run_on_host(0, q, blocks, kv[:, start:].transpose(0, 1), on_host)
         torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(on_host.double(), expected, rtol=1e-4, atol=1e-5)
 

@@ -49,7 +49,7 @@ def test_llama(write: WriteConfig) -> None:
         head_dim=8,
         vocab_size=1000,
         context_tokens=2048,
-        rms_norm_eps=1e-5,
+        norm_eps=1e-5,
         rope=RopeSpec(10_000.0, 8),
         tie_embeddings=False,
         eos_token_ids=(2,),
@@ -200,7 +200,7 @@ def test_gguf_qwen2(tmp_path: Path) -> None:
         head_dim=8,
         vocab_size=300,
         context_tokens=512,
-        rms_norm_eps=pytest.approx(1e-6),  # type: ignore[arg-type]
+        norm_eps=pytest.approx(1e-6),  # type: ignore[arg-type]
         rope=RopeSpec(500_000.0, 8),
         tie_embeddings=False,
         eos_token_ids=(7,),
