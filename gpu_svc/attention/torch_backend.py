@@ -163,9 +163,7 @@ class _TorchDecode:
             if spec.attention_softcap:
                 attended = _attend_capped(spec, grouped, k, v, group.mask)
             else:
-                attended = F.scaled_dot_product_attention(
-                    grouped, k, v, attn_mask=group.mask, scale=spec.softmax_scale
-                )
+                attended = F.scaled_dot_product_attention(grouped, k, v, attn_mask=group.mask, scale=spec.softmax_scale)
             out[group.members] = attended.reshape(num_members, spec.num_q_heads, spec.head_dim)
 
 
@@ -224,7 +222,7 @@ class _LayerPrefill:
         spec = self.spec
         if spec.attention_softcap and self.mask is not None:
             group_size = spec.num_q_heads // spec.num_kv_heads
-            grouped = q.unflatten(1, (spec.num_kv_heads, group_size)).permute(1, 2, 0, 3)
+            grouped = q.reshape(len(q), spec.num_kv_heads, group_size, spec.head_dim).permute(1, 2, 0, 3)
             k, v = (part.to(q.dtype).unsqueeze(1) for part in (k, v))
             hidden = torch.zeros(self.mask.shape, device=q.device).masked_fill_(~self.mask, float("-inf"))
             attended = _attend_capped(spec, grouped, k, v, hidden)

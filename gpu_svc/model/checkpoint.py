@@ -15,7 +15,6 @@ from svc_common.model.read_spec import open_gguf, read_spec
 from svc_common.model.spec import ModelSpec
 from svc_common.model.store import ModelFiles
 
-
 _EXPERT = re.compile(r"(.*_exps)\.(\d+)\.weight")
 
 

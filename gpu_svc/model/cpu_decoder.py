@@ -54,9 +54,7 @@ class CpuDecoder:
             threads=cpu_threads(),
             instruction_set=instruction_set,
         )
-        self._native.set_vocabulary(
-            embedding.numpy(), _array(head), final_norm.weight.numpy(), _array(final_norm.bias)
-        )
+        self._native.set_vocabulary(embedding.numpy(), _array(head), final_norm.weight.numpy(), _array(final_norm.bias))
         for layer in layers:
             self._add_layer(layer)
 

@@ -1,6 +1,6 @@
 """What the parts of a layer are called in a file, by family and format; the only place that knows such names.
 
-A part is one tensor of ours. It may lie in the file as several, whose rows follow one another: q, k and v, for instance.
+A part is one tensor of ours. It may lie in the file as several, whose rows follow one another, as q, k and v do.
 """
 
 from collections.abc import Mapping

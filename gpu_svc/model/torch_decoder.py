@@ -99,7 +99,7 @@ class TorchDecoder:
         if spec.normalised:
             weights = weights / weights.sum(-1, keepdim=True)
         added = torch.zeros_like(rows)
-        for expert in chosen.unique().tolist():
+        for expert in sorted(set(chosen.flatten().tolist())):
             row, place = (chosen == expert).nonzero(as_tuple=True)
             part = self._mlp(experts.mlps[expert], rows[row])
             added.index_add_(0, row, part * weights[row, place, None].to(part.dtype))

@@ -1,4 +1,4 @@
-"""GGUF metadata to a ModelSpec. Much that a family does stands in no key: it shows in the tensors, or is the family's."""
+"""GGUF metadata to a ModelSpec. Much stands in no key: it shows in the tensors, or goes with the family."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -153,17 +153,12 @@ def _phi3(metadata: _Metadata, tensors: Tensors) -> dict[str, Any]:
 def _qwen2_moe(metadata: _Metadata, tensors: Tensors) -> dict[str, Any]:
     shared_size = int(metadata.own("expert_shared_feed_forward_length", 0))
     inner = int(metadata.require_own("expert_feed_forward_length"))
-    return _sparse(metadata, tensors) | {"experts": _experts(metadata, inner, False, shared_size)}
+    return {"experts": _experts(metadata, inner, normalised=False, shared_size=shared_size)}
 
 
 def _qwen3_moe(metadata: _Metadata, tensors: Tensors) -> dict[str, Any]:
     inner = int(metadata.require_own("expert_feed_forward_length"))
-    return _sparse(metadata, tensors) | {"experts": _experts(metadata, inner, True)}
-
-
-def _sparse(metadata: _Metadata, tensors: Tensors) -> dict[str, Any]:
-    layers = range(int(metadata.require_own("block_count")))
-    return {"dense_layers": tuple(layer for layer in layers if f"blk.{layer}.ffn_gate_inp.weight" not in tensors)}
+    return {"experts": _experts(metadata, inner, normalised=True)}
 
 
 def _experts(metadata: _Metadata, inner: int, normalised: bool, shared_size: int = 0) -> ExpertsSpec:

@@ -23,9 +23,7 @@ def spec_from_hf(directory: Path) -> ModelSpec:
     architectures = config.get("architectures") or [str(config.get("model_type", "none named"))]
     architecture = architectures[0] if isinstance(architectures, list) else str(architectures)
     if architecture not in _FAMILIES:
-        raise UnsupportedModelError(
-            f"architecture {architecture} is not supported; supported: {', '.join(_FAMILIES)}"
-        )
+        raise UnsupportedModelError(f"architecture {architecture} is not supported; supported: {', '.join(_FAMILIES)}")
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method", "unknown")
         raise UnsupportedModelError(f"{architecture}: weights quantised by {method} are not supported; use GGUF")
@@ -191,9 +189,7 @@ def _sparse(config: Config, shared_size: int) -> dict[str, Any]:
 
 def _experts(config: Config, inner: int, normalised: bool, shared_size: int = 0) -> ExpertsSpec:
     number = "num_experts" if "num_experts" in config else "num_local_experts"
-    return ExpertsSpec(
-        _count(config, number), _count(config, "num_experts_per_tok"), inner, normalised, shared_size
-    )
+    return ExpertsSpec(_count(config, number), _count(config, "num_experts_per_tok"), inner, normalised, shared_size)
 
 
 _FAMILIES: dict[str, Callable[[Config], dict[str, Any]]] = {

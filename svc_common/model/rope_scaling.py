@@ -1,4 +1,4 @@
-"""Rules by which rotary embeddings are stretched to longer contexts, as far as a model's files leave them to the reader."""
+"""Rules by which rotary embeddings are stretched to longer contexts, where a model's files only name them."""
 
 import math
 

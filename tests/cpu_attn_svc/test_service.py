@@ -151,5 +151,5 @@ def test_a_pool_too_small_for_one_block_is_said(service: Service) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         service.stub.OpenRegion(request)
     assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-    assert "cpu_attn.kv_bytes: a pool of 4194304 bytes holds no block: one takes 8388608" in str(caught.value.details())
+    assert "cpu_attn.kv_bytes: a pool of 4194304 bytes holds no block: one takes 6291456" in str(caught.value.details())
     assert service.segments() == []

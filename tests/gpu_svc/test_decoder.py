@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.gguf_files import GGUF_VARIANTS, write_gguf
 from support.gpu import VARIANTS, Driver, load_decoder, load_torch_decoder, save_checkpoint
 from support.reference import Reference, Verdict, load_transformers
 
@@ -198,3 +199,13 @@ def test_bad_checkpoints_are_refused_by_tensor(checkpoint: Callable[[str], Model
     (tmp_path / "model.safetensors").write_bytes(b"no such thing")
     with pytest.raises(CheckpointError, match="cannot be read"):
         load()
+
+
+@pytest.mark.parametrize("variant", GGUF_VARIANTS)
+def test_gguf_gives_the_same_logits(variant: str, checkpoint: Callable[[str], ModelFiles], tmp_path: Path) -> None:
+    """Names and keys are the gguf package's; the numbers are those of the safetensors."""
+    files = checkpoint(variant)
+    written = write_gguf(variant, files, load_transformers(files).config, tmp_path)
+    from_gguf, from_hf = load_decoder(written), load_decoder(files)
+    assert from_gguf.spec.num_parameters == from_hf.spec.num_parameters
+    torch.testing.assert_close(dense_logits(from_gguf, PROMPT), dense_logits(from_hf, PROMPT), rtol=1e-4, atol=1e-4)

@@ -67,17 +67,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "gemma2": (
         "Gemma2",
-        {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 3.0},
+        {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 3.0},
     ),
     "gemma3": (
         "Gemma3",
-        {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 16, "sliding_window_pattern": 3},
+        {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 16, "num_hidden_layers": 7},
     ),
     "gemma3-linear": (
         "Gemma3",
         {
             "head_dim": 16,
             "sliding_window": 5,
+            "query_pre_attn_scalar": 24,
             "layer_types": ["full_attention", "sliding_attention", "full_attention"],
             "rope_parameters": {
                 "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
@@ -102,7 +103,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
-    "opt": ("OPT", {"ffn_dim": 80}),
+    "opt": ("OPT", {"ffn_dim": 80, "init_std": 0.3}),
     "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "qwen2-moe": (
         "Qwen2Moe",
@@ -111,7 +112,19 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 3,
             "moe_intermediate_size": 24,
             "shared_expert_intermediate_size": 40,
-            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen2-moe-dense": (
+        "Qwen2Moe",
+        {
+            "num_hidden_layers": 4,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+            "norm_topk_prob": True,
         },
     ),
     "qwen3-moe": (
