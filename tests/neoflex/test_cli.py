@@ -179,7 +179,10 @@ class TestModel:
 
     def test_fetching_an_unknown_model(self, run: Run) -> None:
         ended = run("model", "fetch", "nope")
-        assert (ended.code, ended.err) == (1, "error: 'nope' is no built-in model; there are: smollm2-135m-instruct, gemma-3-270m\n")
+        assert (ended.code, ended.err) == (
+            1,
+            "error: 'nope' is no built-in model; there are: smollm2-135m-instruct, gemma-3-270m\n",
+        )
 
 
 class TestUp:

@@ -1,5 +1,6 @@
 """Packed matrix products, by each instruction set that runs here, against the formula in float64."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,13 @@ def as_read(rows: Array, dtype: str, name: str) -> npt.NDArray[np.float64]:
 
 def silu(x: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return x / (1 + np.exp(-x))
+
+
+def gelu_tanh(x: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    return x / 2 * (1 + np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x**3)))
+
+
+GATES: dict[str, Callable[[npt.NDArray[Any]], npt.NDArray[Any]]] = {"silu_gated": silu, "gelu_tanh_gated": gelu_tanh}
 
 
 def check(
@@ -102,21 +110,36 @@ def test_random_shapes(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 1, 3), (13, 16, 20), (7, 50, 31), (100, 96, 64)])
-def test_gates_multiply_what_they_gate(instruction_set: str, shape: tuple[int, int, int], dtype: str) -> None:
+@pytest.mark.parametrize("activation", GATES)
+def test_gates_multiply_what_they_gate(
+    instruction_set: str, activation: str, shape: tuple[int, int, int], dtype: str
+) -> None:
     num_rows, outputs, depth = shape
     weights, bias, rows = noise(2 * outputs, depth), noise(2 * outputs), noise(num_rows, depth)
-    actual = multiply(PackedLinear(weights, bias, dtype, "silu_gated", instruction_set), rows, outputs)
+    actual = multiply(PackedLinear(weights, bias, dtype, activation, instruction_set), rows, outputs)
     gate, up = np.split(as_read(rows, dtype, instruction_set) @ decode(encode(weights, dtype)).T + bias, 2, axis=1)
-    np.testing.assert_allclose(actual, silu(gate) * up, rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(actual, GATES[activation](gate) * up, rtol=1e-5, atol=1e-4)
 
 
-def test_gates_far_from_zero_neither_overflow_nor_vanish(instruction_set: str) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_relu(instruction_set: str, columns: int, dtype: str) -> None:
+    weights, bias, rows = noise(columns, 37), noise(columns), noise(14, 37)
+    rows[3, 5] = np.nan
+    actual = multiply(PackedLinear(weights, bias, dtype, "relu", instruction_set), rows, columns)
+    want = as_read(rows, dtype, instruction_set) @ decode(encode(weights, dtype)).T + bias
+    assert np.isnan(actual[3]).all()
+    np.testing.assert_allclose(actual, np.maximum(want, 0), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("activation", GATES)
+def test_gates_far_from_zero_neither_overflow_nor_vanish(instruction_set: str, activation: str) -> None:
     gates = np.array([-1e30, -200.0, -87.0, -20.0, -1.0, 0.0, 1e-30, 1.0, 20.0, 89.0, 1e30], np.float32)
     weights = np.array([[1.0, 0.0], [0.0, 1.0]], np.float32)
     rows = np.stack([gates, np.ones_like(gates)], axis=1)
-    actual = multiply(PackedLinear(weights, None, "fp32", "silu_gated", instruction_set), rows, 1)[:, 0]
+    actual = multiply(PackedLinear(weights, None, "fp32", activation, instruction_set), rows, 1)[:, 0]
     with np.errstate(over="ignore"):
-        want = silu(gates.astype(np.float64))
+        want = GATES[activation](gates.astype(np.float64))
     np.testing.assert_allclose(actual, want, rtol=1e-6, atol=1e-7)
 
 
@@ -194,5 +217,7 @@ def test_what_does_not_fit_is_refused() -> None:
         PackedLinear(noise(8, 4), None, "int4", "none", "auto")
     with pytest.raises(ValueError, match="even number of rows"):
         PackedLinear(noise(7, 4), None, "fp32", "silu_gated", "auto")
+    with pytest.raises(ValueError, match="the activation is none, relu, silu_gated or gelu_tanh_gated"):
+        PackedLinear(noise(8, 4), None, "fp32", "tanh", "auto")
     with pytest.raises(ValueError, match="takes no residual"):
         PackedLinear(noise(16, 4), None, "fp32", "silu_gated", "auto").multiply(noise(2, 4), out, out, THREADS[0])
