@@ -1,8 +1,8 @@
 """What the pipeline asks of an attention backend: prepare once per iteration, run once per layer.
 
-Layers may differ in their sliding window, so each call names its layer. Shapes: q and out are [n, num_q_heads, head_dim]
-in the compute type; `layer_blocks` is one layer of a KV cache, [num_blocks, 2, num_kv_heads, block_tokens * head_dim] in
-the KV type. `out` is written; nothing else is.
+Layers may differ in their sliding window, so each call names its layer. Shapes: q and out are [n, num_q_heads,
+head_dim] in the compute type; `layer_blocks` is one layer of a KV cache, [num_blocks, 2, num_kv_heads, block_tokens *
+head_dim] in the KV type. `out` is written; nothing else is.
 """
 
 from collections.abc import Callable

@@ -118,7 +118,7 @@ class _Loader:
         return [prefix + stem.format(expert=expert) for stem in self._names.parts[part]]
 
     def _fused(self, parts: list[tuple[str, tuple[int, ...]]], dtype: torch.dtype | None = None) -> Tensor:
-        """Named tensors of the given shapes, stacked along their rows, on the device; `dtype` if not the compute type."""
+        """Named tensors of the given shapes, one above the other, on the device; in the compute type or `dtype`."""
         rows = sum(shape[0] for _, shape in parts)
         target = torch.empty((rows, *parts[0][1][1:]), dtype=dtype or self._dtype, device=self._device)
         start = 0

@@ -57,10 +57,16 @@ class MatrixSpec:
     part: Part
     shape: tuple[int, ...]
     """[out, in], or [num_experts, out, in]."""
+    always_fp32: bool = False
+    """Whatever the weights' type."""
 
     @property
     def num_parameters(self) -> int:
         return prod(self.shape)
+
+    def num_bytes(self, dtype_bytes: int) -> int:
+        """With weights of so many bytes each."""
+        return self.num_parameters * (4 if self.always_fp32 else dtype_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +168,7 @@ class ModelSpec:
             return (*attention, MatrixSpec("up", "mlp", (up_rows, hidden)), MatrixSpec("down", "mlp", (hidden, inner)))
         number, inner, shared = experts.num_experts, experts.intermediate_size, experts.shared_intermediate_size
         routed = (
-            MatrixSpec("router", "mlp", (number, hidden)),
+            MatrixSpec("router", "mlp", (number, hidden), always_fp32=True),
             MatrixSpec("experts.up", "experts", (number, 2 * inner, hidden)),
             MatrixSpec("experts.down", "experts", (number, hidden, inner)),
         )
@@ -173,11 +179,15 @@ class ModelSpec:
             *routed,
             MatrixSpec("shared.up", "mlp", (2 * shared, hidden)),
             MatrixSpec("shared.down", "mlp", (hidden, shared)),
-            MatrixSpec("shared.gate", "mlp", (1, hidden)),
+            MatrixSpec("shared.gate", "mlp", (1, hidden), always_fp32=True),
         )
 
     def layer_parameters(self, index: int) -> int:
         return sum(matrix.num_parameters for matrix in self.layer_matrices(index))
+
+    def layer_bytes(self, index: int, dtype_bytes: int) -> int:
+        """Of a layer's matrices."""
+        return sum(matrix.num_bytes(dtype_bytes) for matrix in self.layer_matrices(index))
 
     @property
     def embedding_parameters(self) -> int:
@@ -194,5 +204,13 @@ class ModelSpec:
     @property
     def num_parameters(self) -> int:
         """Weights of embeddings, layers and head; norms and biases are left out."""
-        layers = sum(map(self.layer_parameters, range(self.num_layers)))
-        return layers + self.embedding_parameters * (1 if self.tie_embeddings else 2) + self.position_parameters
+        return sum(map(self.layer_parameters, range(self.num_layers))) + self._vocabulary_parameters
+
+    def weight_bytes(self, dtype_bytes: int) -> int:
+        """Of the same weights, each of so many bytes."""
+        layers = sum(self.layer_bytes(layer, dtype_bytes) for layer in range(self.num_layers))
+        return layers + self._vocabulary_parameters * dtype_bytes
+
+    @property
+    def _vocabulary_parameters(self) -> int:
+        return self.embedding_parameters * (1 if self.tie_embeddings else 2) + self.position_parameters

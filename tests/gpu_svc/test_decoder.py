@@ -172,6 +172,15 @@ def test_tied_head_is_held_once(checkpoint: Callable[[str], ModelFiles]) -> None
     assert untied_bytes - tied_bytes == 288 * 48 * 4
 
 
+@pytest.mark.parametrize("variant", ["llama", "opt", "gemma2", "mixtral", "qwen2-moe", "qwen2-moe-dense"])
+def test_the_spec_knows_the_weights_bytes(variant: str, checkpoint: Callable[[str], ModelFiles]) -> None:
+    """All but norms and biases."""
+    decoder = load_torch_decoder(checkpoint(variant), torch.bfloat16)
+    tensors = load_file(checkpoint(variant).directory / "model.safetensors")
+    vectors = sum(2 * tensor.numel() for tensor in tensors.values() if tensor.ndim == 1)
+    assert decoder.spec.weight_bytes(2) == decoder.weight_bytes - vectors
+
+
 def test_a_token_outside_the_vocabulary_is_refused(checkpoint: Callable[[str], ModelFiles]) -> None:
     for token in (-1, 257):
         with pytest.raises(IndexError, match="outside the vocabulary"):

@@ -1,4 +1,4 @@
-"""GGUF files of the tiny checkpoints: names and keys are the gguf package's, values as llama.cpp's converter has them."""
+"""GGUF files of the tiny checkpoints: names and keys are the gguf package's, values as llama.cpp has them."""
 
 import re
 from pathlib import Path
