@@ -24,6 +24,7 @@ from gpu_svc.model.decoder import Decoder, Workspace
 from gpu_svc.pipeline import Stage
 from gpu_svc.sampling import SamplingRows, sample
 from gpu_svc.sequences import SequenceTable
+from svc_common.model.spec import LayerSpec
 from svc_common.plan import IterationPlan, Mode, NewSequence, SubBatch, Tier
 
 # A point is repeated until it has cost this much, but at least _MIN_RUNS and at most _MAX_RUNS times.
@@ -75,18 +76,14 @@ class Profiler:
         )
 
     def _linear(self) -> Iterator[tuple[int, float]]:
-        """Layer after layer, so that weights come from memory as they do in an iteration."""
         spec = self.decoder.spec
-        layers = cycle(range(spec.num_layers))
         for num_tokens in _steps(1, self.limits.max_batch_tokens, 2):
             hidden = self._noise(num_tokens, spec.hidden_size)
             workspace = self.decoder.workspace(torch.arange(num_tokens, device=self.decoder.device))
             attended = self._noise(num_tokens, spec.num_q_heads, spec.head_dim)
+            yield num_tokens, self._layer_s(partial(self._run_linear, hidden, workspace, attended))
 
-            yield num_tokens, self._least_s(partial(self._run_linear, hidden, workspace, attended, layers))
-
-    def _run_linear(self, hidden: Tensor, workspace: Workspace, attended: Tensor, layers: Iterator[int]) -> None:
-        layer = next(layers)
+    def _run_linear(self, hidden: Tensor, workspace: Workspace, attended: Tensor, layer: int) -> None:
         self.decoder.pre_attention(layer, hidden, workspace)
         self.decoder.post_attention(layer, attended, hidden)
 
@@ -105,23 +102,21 @@ class Profiler:
                 # More blocks than there are: repeated ones cost the same.
                 blocks = (np.arange(num_blocks) % len(layer_blocks)).astype(np.int32)
                 attention = self.backend.prefill(past_tokens, chunk_tokens, blocks)
-                seconds = self._least_s(partial(attention.run, 0, q, layer_blocks, out))
+                seconds = self._layer_s(partial(attention.run, q=q, layer_blocks=layer_blocks, out=out))
                 yield chunk_tokens, past_tokens, seconds
                 if seconds > _LONG_S:
                     break
 
     def _gpu_decode(self) -> Iterator[tuple[int, int, float]]:
         spec = self.decoder.spec
-        layers = cycle(range(spec.num_layers))
         for num_sequences, context_tokens, tables in self._decode_grid(self.cache.num_blocks):
             q = self._noise(num_sequences, spec.num_q_heads, spec.head_dim)
             out = torch.empty_like(q)
             attention = self.backend.decode(np.full(num_sequences, context_tokens, np.int64), tables)
-            seconds = self._least_s(partial(self._run_decode, attention, q, out, layers))
+            seconds = self._layer_s(partial(self._run_decode, attention, q, out))
             yield num_sequences, num_sequences * context_tokens, seconds
 
-    def _run_decode(self, attention: DecodeAttention, q: Tensor, out: Tensor, layers: Iterator[int]) -> None:
-        layer = next(layers)
+    def _run_decode(self, attention: DecodeAttention, q: Tensor, out: Tensor, layer: int) -> None:
         attention.run(layer, q, self.cache.blocks[layer], out)
 
     def _cpu_decode(self) -> Iterator[tuple[int, int, float]]:
@@ -133,14 +128,14 @@ class Profiler:
             kv = self._noise(num_sequences, 2, spec.num_kv_heads, spec.head_dim)
             out = torch.empty_like(q)
             host.begin([CpuWork(0, np.full(num_sequences, context_tokens, np.int32), tables)], 0)
-            times = []
+            times: list[float] = []
             for _ in range(spec.num_layers):
                 start = time.perf_counter()
                 host.submit(0, q, kv, slice(0, num_sequences))
                 host.wait(0, out, slice(0, num_sequences))
                 times.append(time.perf_counter() - start)
             host.finish()
-            yield num_sequences, num_sequences * context_tokens, statistics.median(times)
+            yield num_sequences, num_sequences * context_tokens, self._mean(partial(_median_of, times))
 
     def _decode_grid(self, num_blocks: int) -> Iterator[tuple[int, int, Int32Array]]:
         """(num_sequences, context tokens of each, block tables) up to what the tier holds."""
@@ -205,6 +200,23 @@ class Profiler:
     def _noise(self, *shape: int) -> Tensor:
         return torch.randn(shape, dtype=torch.float32).to(device=self.decoder.device, dtype=self.decoder.dtype)
 
+    def _layer_s(self, run: Callable[[int], object]) -> float:
+        """What `run` takes in a layer, layer after layer, so that weights come from memory as in an iteration."""
+
+        def kind_s(layers: list[int]) -> float:
+            order = cycle(layers)
+            return self._least_s(lambda: run(next(order)))
+
+        return self._mean(kind_s)
+
+    def _mean(self, kind_s: Callable[[list[int]], float]) -> float:
+        """Over all layers, of what those of each kind take: layers may differ in windows and in experts."""
+        spec = self.decoder.spec
+        kinds: dict[LayerSpec, list[int]] = {}
+        for layer in range(spec.num_layers):
+            kinds.setdefault(spec.layer(layer), []).append(layer)
+        return sum(len(layers) * kind_s(layers) for layers in kinds.values()) / spec.num_layers
+
     def _least_s(self, run: Callable[[], object]) -> float:
         """The least of several runs: what disturbs a measurement only ever adds."""
         first_s = self._seconds(run)  # Kernels are chosen and buffers made on the first call.
@@ -225,6 +237,10 @@ class Profiler:
     def _synchronize(self) -> None:
         if self.decoder.device.type == "cuda":
             torch.cuda.synchronize(self.decoder.device)
+
+
+def _median_of(times: list[float], layers: list[int]) -> float:
+    return statistics.median(times[layer] for layer in layers)
 
 
 def _steps(first: int, last: int, factor: int) -> Iterator[int]:
