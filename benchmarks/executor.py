@@ -19,7 +19,7 @@ from gpu_svc.executor import Executor
 from gpu_svc.kv_cache import KvShape
 from gpu_svc.limits import Limits
 from gpu_svc.model.cpu_decoder import CpuDecoder
-from gpu_svc.model.torch_decoder import LayerWeights
+from gpu_svc.model.weights import LayerWeights, MlpWeights, NormWeights
 from svc_common.model.spec import ModelSpec, RopeSpec
 from svc_common.plan import IterationPlan, Mode, NewSequence, PrefillChunk, SubBatch, Tier
 
@@ -40,7 +40,7 @@ SPEC = ModelSpec(
     head_dim=16,
     vocab_size=64,
     context_tokens=1024,
-    rms_norm_eps=1e-5,
+    norm_eps=1e-5,
     rope=RopeSpec(1e4, 16),
     tie_embeddings=True,
     eos_token_ids=(),
@@ -62,21 +62,15 @@ def make_decoder(spec: ModelSpec) -> CpuDecoder:
     def layers() -> Iterator[LayerWeights]:
         for _ in range(spec.num_layers):
             yield LayerWeights(
-                attention_norm=torch.ones(hidden),
+                attention_norm=NormWeights(torch.ones(hidden)),
                 qkv=noise(heads * head_dim, hidden),
-                qkv_bias=None,
-                q_norm=None,
-                k_norm=None,
                 output=noise(hidden, q_size),
-                output_bias=None,
-                mlp_norm=torch.ones(hidden),
-                gate_up=noise(2 * inner, hidden),
-                gate_up_bias=None,
-                down=noise(hidden, inner),
-                down_bias=None,
+                mlp_norm=NormWeights(torch.ones(hidden)),
+                mlp=MlpWeights(noise(2 * inner, hidden), noise(hidden, inner)),
             )
 
-    return CpuDecoder(spec, torch.float32, noise(spec.vocab_size, hidden), layers(), torch.ones(hidden), None)
+    embedding, final_norm = noise(spec.vocab_size, hidden), NormWeights(torch.ones(hidden))
+    return CpuDecoder(spec, torch.float32, embedding, layers(), final_norm, None)
 
 
 def iteration_s(num_layers: int) -> float:

@@ -57,7 +57,6 @@ SHAPE = RegionShape(
     exchange_dtype="fp32",
     max_sequences=1,
     softmax_scale=1.0,
-    sliding_window=0,
 )
 WARM_UP_HOPS = 20
 NUM_PAIRS = 5

@@ -14,7 +14,7 @@ _EXCHANGE_DTYPES = ("fp32", "bf16", "fp16")
 _KV_DTYPES = (*_EXCHANGE_DTYPES, "int8")
 # Limits of each count: far above any model, and low enough that no product of them overflows.
 _COUNT_LIMITS = {
-    "num_layers": 4096,
+    "num_layers": 256,
     "num_q_heads": 4096,
     "num_kv_heads": 4096,
     "head_dim": 256,
@@ -84,7 +84,8 @@ def region_shape(request: pb.OpenRegionRequest) -> RegionShape:
         exchange_dtype=request.exchange_dtype,
         max_sequences=request.max_sequences,
         softmax_scale=request.softmax_scale,
-        sliding_window=request.sliding_window,
+        softcap=request.softcap,
+        sliding_windows=tuple(request.sliding_windows),
     )
 
 
@@ -107,5 +108,10 @@ def _violations(request: pb.OpenRegionRequest) -> list[FieldViolation]:
         require(value in allowed, field, f"must be one of {', '.join(allowed)}, is {value!r}")
     positive = math.isfinite(request.softmax_scale) and request.softmax_scale > 0
     require(positive, "softmax_scale", f"must be positive and finite, is {request.softmax_scale}")
-    require(request.sliding_window >= 0, "sliding_window", f"must be at least 0, is {request.sliding_window}")
+    windows = request.sliding_windows
+    one_each = len(windows) in (0, request.num_layers)
+    require(one_each, "sliding_windows", f"must be {request.num_layers} or none, are {len(windows)}")
+    require(min(windows, default=0) >= 0, "sliding_windows", f"must be at least 0, one is {min(windows, default=0)}")
+    capped = math.isfinite(request.softcap) and request.softcap >= 0
+    require(capped, "softcap", f"must be at least 0 and finite, is {request.softcap}")
     return found

@@ -78,6 +78,12 @@ def check_kv_sizes(config: Config, block_bytes: int, host_block_bytes: int, memo
     check_fits_memory("gpu.kv_bytes", config.gpu.kv_bytes, memory_bytes)
 
 
+def check_weights_fit(name: str, weight_bytes: int, memory_bytes: int) -> None:
+    """Raises ConfigError before anything is loaded that the device can't hold."""
+    if weight_bytes > memory_bytes:
+        raise ConfigError(f"model.source {name}: its weights take {weight_bytes} bytes, the device has {memory_bytes}")
+
+
 def _memory_bytes(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else usable_memory_bytes()
 
@@ -87,6 +93,7 @@ def make_executor(config: Config) -> Executor:
     files = resolve(config.model.source)
     spec, checkpoint = open_model(files)
     dtype = choose_compute_dtype(config.gpu.dtype, spec, device)
+    check_weights_fit(files.name, spec.weight_bytes(DTYPES[dtype].itemsize), _memory_bytes(device))
     decoder = load_decoder(checkpoint, spec, DTYPES[dtype], device)
     kv_dtype = DTYPES[dtype if config.kv.dtype == "auto" else config.kv.dtype]
     host_dtype = None if config.kv.host_dtype == "auto" else KV_DTYPES[config.kv.host_dtype]

@@ -37,8 +37,9 @@ def region_shape(decoder: Decoder, kv_shape: KvShape, limits: Limits) -> RegionS
         kv_dtype=dtype_name(kv_shape.host_dtype),
         exchange_dtype=dtype_name(decoder.dtype),
         max_sequences=min(limits.max_sequences, limits.max_batch_tokens),
-        softmax_scale=spec.head_dim**-0.5,
-        sliding_window=spec.sliding_window or 0,
+        softmax_scale=spec.softmax_scale,
+        softcap=spec.attention_softcap,
+        sliding_windows=tuple(layer.sliding_window for layer in spec.layers),
     )
 
 

@@ -77,13 +77,14 @@ def pick_fastest(measured: dict[DTypeName, tuple[float, float]]) -> DTypeName:
 def _measure(spec: ModelSpec, name: DTypeName) -> tuple[float, float]:
     """Seconds of the MLP's first product, or of a part of it, for a decode-sized and a prefill-sized batch."""
     depth = min(spec.hidden_size, _MAX_WEIGHTS // 2)
-    rows = min(2 * spec.intermediate_size, _MAX_WEIGHTS // depth // 2 * 2)
+    columns_per_output = 2 if spec.gated else 1
+    rows = min(columns_per_output * spec.intermediate_size, _MAX_WEIGHTS // depth // 2 * 2)
     weights = np.full((rows, depth), 0.01, np.float32)
-    matrices = [PackedLinear(weights, None, name, True, "auto") for _ in range(_NUM_MATRICES)]
+    matrices = [PackedLinear(weights, None, name, spec.activation, "auto") for _ in range(_NUM_MATRICES)]
 
     def product_s(num_tokens: int) -> float:
         hidden = np.full((num_tokens, depth), 0.01, np.float32)
-        out = np.empty((num_tokens, rows // 2), np.float32)
+        out = np.empty((num_tokens, rows // columns_per_output), np.float32)
         # The least: a busy neighbour only ever adds.
         return min(_seconds(matrix, hidden, out) for matrix in matrices * 2)
 

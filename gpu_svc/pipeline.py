@@ -45,7 +45,8 @@ class Stage:
         self._cache = cache
         self._host = host
         spec = decoder.spec
-        self.hidden = decoder.embed(batch.token_ids) if hidden is None else hidden  # [n, hidden_size]
+        # [n, hidden_size]
+        self.hidden = decoder.embed(batch.token_ids, batch.positions) if hidden is None else hidden
         self._workspace = decoder.workspace(batch.positions)
         self._q, self._kv = self._workspace.q, self._workspace.kv
         self._attended = torch.empty(
@@ -73,16 +74,16 @@ class Stage:
         for chunk in self.batch.chunks:
             q, out = self._q[chunk.rows], self._attended[chunk.rows]
             if not chunk.on_host:
-                chunk.attention.run(q, self._cache.blocks[layer], out)
+                chunk.attention.run(layer, q, self._cache.blocks[layer], out)
                 continue
             assert self._host is not None  # Host sequences exist only with a host tier.
             kv = self._kv[chunk.rows]
             self._host.write(layer, chunk.host_places, kv)
-            chunk.attention.run_on_host(q, self._host.blocks[layer], kv, out)
+            chunk.attention.run_on_host(layer, q, self._host.blocks[layer], kv, out)
 
     def attend_decodes(self, layer: int) -> None:
         if self.batch.gpu_decode is not None:
-            self.batch.gpu_decode.run(self._gpu_q, self._cache.blocks[layer], self._gpu_attended)
+            self.batch.gpu_decode.run(layer, self._gpu_q, self._cache.blocks[layer], self._gpu_attended)
 
     def wait(self) -> None:
         """Until the CPU has attended what was submitted last."""

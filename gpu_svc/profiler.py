@@ -6,7 +6,7 @@ it, time is linear in what still grows, and start-up must not take minutes.
 
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import cycle
@@ -29,6 +29,7 @@ from gpu_svc.sampling import SamplingRows, sample
 from gpu_svc.sequences import SequenceTable
 from gpu_svc.stopwatch import LONG_S, Stopwatch
 from gpu_svc.tables import Tables
+from svc_common.model.spec import LayerSpec
 from svc_common.plan import IterationPlan, Mode, NewSequence, Sampling, SubBatch, Tier
 
 _CPU_RUNS = 3
@@ -95,7 +96,6 @@ class Profiler:
     def _linear(self) -> Iterator[tuple[int, float]]:
         """Layer after layer, so that weights come from memory as in an iteration; K and V are stored as well."""
         spec, device = self.decoder.spec, self.decoder.device
-        layers = cycle(range(spec.num_layers))
         for num_tokens in steps(1, self.limits.max_batch_tokens, 2):
             hidden = self._noise(num_tokens, spec.hidden_size)
             workspace = self.decoder.workspace(torch.arange(num_tokens, device=device))
@@ -105,16 +105,11 @@ class Profiler:
                 # Each token to a block of its own, as those of decodes, as far as there are blocks.
                 blocks = np.arange(num_tokens) % self.cache.num_blocks
                 places = KvPlaces.on(device, blocks, np.zeros(num_tokens, np.int64))
-
-            yield (
-                num_tokens,
-                self._watch.least_s(partial(self._run_linear, hidden, workspace, attended, places, layers)),
-            )
+            yield num_tokens, self._layer_s(partial(self._run_linear, hidden, workspace, attended, places))
 
     def _run_linear(
-        self, hidden: Tensor, workspace: Workspace, attended: Tensor, places: KvPlaces | None, layers: Iterator[int]
+        self, hidden: Tensor, workspace: Workspace, attended: Tensor, places: KvPlaces | None, layer: int
     ) -> None:
-        layer = next(layers)
         self.decoder.pre_attention(layer, hidden, workspace)
         if places is not None:
             self.cache.write(layer, places, workspace.kv)
@@ -135,23 +130,22 @@ class Profiler:
                 # More blocks than there are: repeated ones cost the same.
                 blocks = (np.arange(num_blocks) % len(layer_blocks)).astype(np.int32)
                 attention = self.backend.prefill(past_tokens, chunk_tokens, blocks)
-                seconds = self._watch.least_s(partial(attention.run, q, layer_blocks, out))
+                seconds = self._layer_s(partial(attention.run, q=q, layer_blocks=layer_blocks, out=out))
                 yield chunk_tokens, past_tokens, seconds
                 if seconds > LONG_S:
                     break
 
     def _gpu_decode(self) -> Iterator[tuple[int, int, float]]:
         spec = self.decoder.spec
-        layers = cycle(range(spec.num_layers))
         for num_sequences, context_tokens, tables in self._decode_grid(self.cache.num_blocks):
             q = self._noise(num_sequences, spec.num_q_heads, spec.head_dim)
             out = torch.empty_like(q)
             attention = self.backend.decode(np.full(num_sequences, context_tokens, np.int64), tables)
-            seconds = self._watch.least_s(partial(self._run_decode, attention, q, out, layers))
+            seconds = self._layer_s(partial(self._run_decode, attention, q, out))
             yield num_sequences, num_sequences * context_tokens, seconds
 
-    def _run_decode(self, attention: DecodeAttention, q: Tensor, out: Tensor, layers: Iterator[int]) -> None:
-        attention.run(q, self.cache.blocks[next(layers)], out)
+    def _run_decode(self, attention: DecodeAttention, q: Tensor, out: Tensor, layer: int) -> None:
+        attention.run(layer, q, self.cache.blocks[layer], out)
 
     def _cpu_trips(self) -> Iterator[CpuTrip]:
         spec, host = self.decoder.spec, self.host
@@ -211,9 +205,8 @@ class Profiler:
         spec = self.decoder.spec
         workspace = self.decoder.workspace(torch.zeros(1, dtype=torch.int64, device=self.decoder.device))
         hidden, attended = self._noise(1, spec.hidden_size), self._noise(1, spec.num_q_heads, spec.head_dim)
-        layers = iter(range(spec.num_layers))
-        for _ in range(spec.num_layers):
-            self._run_linear(hidden, workspace, attended, None, layers)
+        for layer in range(spec.num_layers):
+            self._run_linear(hidden, workspace, attended, None, layer)
 
     def _run_head(self, hidden: Tensor, rows: SamplingRows) -> None:
         sample(self.decoder.logits(hidden), rows)
@@ -277,6 +270,19 @@ class Profiler:
 
     def _noise(self, *shape: int) -> Tensor:
         return torch.randn(shape, dtype=torch.float32).to(device=self.decoder.device, dtype=self.decoder.dtype)
+
+    def _layer_s(self, run: Callable[[int], object]) -> float:
+        """What `run` takes in a layer, layer after layer; the mean, where they differ in windows or experts."""
+        spec = self.decoder.spec
+        kinds: dict[LayerSpec, list[int]] = {}
+        for layer in range(spec.num_layers):
+            kinds.setdefault(spec.layer(layer), []).append(layer)
+
+        def kind_s(layers: list[int]) -> float:
+            order = cycle(layers)
+            return self._watch.least_s(lambda: run(next(order)))
+
+        return sum(len(layers) * kind_s(layers) for layers in kinds.values()) / spec.num_layers
 
 
 def _default_rows(num_rows: int) -> SamplingRows:

@@ -1,5 +1,6 @@
 #include "worker.h"
 
+#include <algorithm>
 #include <string>
 
 namespace neoflex {
@@ -17,7 +18,7 @@ HeadCounts heads_of(const Shape& shape) { return {shape.num_q_heads, shape.num_k
 
 KernelShape kernel_shape_of(const Shape& shape) {
     return make_kernel_shape(heads_of(shape), shape.head_dim, shape.block_tokens, shape.kv_dtype, shape.exchange_dtype,
-                             shape.softmax_scale, no_softcap);
+                             shape.softmax_scale, shape.softcap);
 }
 
 void require(bool holds, const std::string& what) {
@@ -31,15 +32,24 @@ Worker::Worker(Region& region, const Kernel& kernel, ThreadPool& threads)
       attention_(kernel, heads_of(region.shape()), kernel_shape_of(region.shape()), threads),
       threads_(threads),
       heads_(heads_of(region.shape())),
-      kernel_shape_(kernel_shape_of(region.shape())) {}
+      kernel_shape_(kernel_shape_of(region.shape())) {
+    for (int layer = 0; layer < region.shape().num_layers; ++layer) {
+        const std::int32_t window = region.shape().sliding_windows[layer];
+        const auto known = std::find(windows_.begin(), windows_.end(), window);
+        layer_window_.push_back(static_cast<std::size_t>(known - windows_.begin()));
+        if (known == windows_.end()) windows_.push_back(window);
+    }
+}
 
 IterationTimes Worker::run(const std::vector<SubBatch>& sub_batches, LayerRange layers, bool trace) {
     check(sub_batches, layers);
     const int num_threads = threads_.resize();
     std::vector<DecodePlan> plans;
-    plans.reserve(sub_batches.size());
+    // One for each kind of layer; layers of a kind share it.
+    plans.reserve(sub_batches.size() * windows_.size());
     for (const SubBatch& batch : sub_batches)
-        plans.emplace_back(batch.decodes, heads_, kernel_shape_, region_.shape().sliding_window, num_threads);
+        for (const std::int32_t window : windows_)
+            plans.emplace_back(batch.decodes, heads_, kernel_shape_, window, num_threads);
 
     IterationTimes times{};
     if (trace) times.trace_ns.reserve(3 * sub_batches.size() * layers.count);
@@ -53,8 +63,9 @@ IterationTimes Worker::run(const std::vector<SubBatch>& sub_batches, LayerRange 
             wait_for_submit(batch, number);
             const auto submitted = Clock::now();
             std::byte* slot = region_.slot(batch.slot);
-            attention_.run(plans[i], {region_.pool_layer(layer), region_.scales_layer(layer), slot + at.slot_q, q_stride,
-                                      slot + at.slot_k, slot + at.slot_v, slot + at.slot_out, q_stride});
+            DecodePlan& plan = plans[i * windows_.size() + layer_window_[layer]];
+            attention_.run(plan, {region_.pool_layer(layer), region_.scales_layer(layer), slot + at.slot_q, q_stride,
+                                  slot + at.slot_k, slot + at.slot_v, slot + at.slot_out, q_stride});
             const auto completed = Clock::now();
             region_.control().completed[batch.slot].ring(batch.first_submit + number);
             times.wait_ns += to_ns(submitted - start);

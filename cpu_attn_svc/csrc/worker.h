@@ -57,6 +57,8 @@ class Worker {
     ThreadPool& threads_;
     HeadCounts heads_;
     KernelShape kernel_shape_;
+    std::vector<std::int32_t> windows_;      // that layers have, each once
+    std::vector<std::size_t> layer_window_;  // by layer: which of them
     Waiter waiters_[num_slots];
     std::atomic<bool> cancelled_{false};
 };

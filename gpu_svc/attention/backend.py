@@ -1,33 +1,53 @@
 """What the pipeline asks of an attention backend: prepare once per iteration, run once per layer.
 
-Shapes: q and out are [n, num_q_heads, head_dim] in the compute type; `layer_blocks` is one layer of the device's
-KV cache, [num_blocks, 2, num_kv_heads, block_tokens * head_dim] in the KV type. `out` is written; nothing else is.
+Layers may differ in their sliding window, so each call names its layer. Shapes: q and out are [n, num_q_heads,
+head_dim] in the compute type; `layer_blocks` is one layer of the device's KV cache, [num_blocks, 2, num_kv_heads,
+block_tokens * head_dim] in the KV type. `out` is written; nothing else is.
 """
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from gpu_svc.kv_layout import KvBlocks
+from svc_common.model.spec import ModelSpec
+
+Work = TypeVar("Work")
+
+
+class LayerWindows:
+    """The sliding windows of a model's layers, of which there are one or two kinds."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        by_layer = [layer.sliding_window for layer in spec.layers]
+        self.distinct = tuple(dict.fromkeys(by_layer))
+        """Tokens each query sees, itself included; 0: all."""
+        self._kinds = [self.distinct.index(window) for window in by_layer]
+
+    def by_layer(self, make: Callable[[int], Work]) -> list[Work]:
+        """What `make` makes for a window, once for each kind, layer by layer."""
+        made = [make(window) for window in self.distinct]
+        return [made[kind] for kind in self._kinds]
 
 
 class DecodeAttention(Protocol):
     """One token for each of n sequences, over KV that lies in blocks and includes that token."""
 
-    def run(self, q: Tensor, layer_blocks: Tensor, out: Tensor) -> None: ...
+    def run(self, layer: int, q: Tensor, layer_blocks: Tensor, out: Tensor) -> None: ...
 
 
 class PrefillAttention(Protocol):
     """One chunk of one prompt, causal."""
 
-    def run(self, q: Tensor, layer_blocks: Tensor, out: Tensor) -> None:
+    def run(self, layer: int, q: Tensor, layer_blocks: Tensor, out: Tensor) -> None:
         """All tokens up to the chunk's end lie in blocks of the device's cache."""
         ...
 
-    def run_on_host(self, q: Tensor, layer: KvBlocks, kv: Tensor, out: Tensor) -> None:
-        """They lie in blocks of the host pool, of which this is a layer.
+    def run_on_host(self, layer: int, q: Tensor, layer_blocks: KvBlocks, kv: Tensor, out: Tensor) -> None:
+        """They lie in blocks of the host pool, of which `layer_blocks` is this layer.
 
         The chunk's own are also `kv` [n, 2, num_kv_heads, head_dim].
         """

@@ -1,4 +1,4 @@
-"""Attention by torch's own operations on any device: gathers blocks, then scaled_dot_product_attention."""
+"""Attention by torch's own operations on any device: gathers blocks, then attends to them as one tensor."""
 
 from dataclasses import dataclass
 
@@ -8,6 +8,7 @@ import torch.nn.functional as F  # noqa: N812
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gpu_svc.attention.backend import LayerWindows
 from gpu_svc.kv_cache import block_rows
 from gpu_svc.kv_layout import KvBlocks, by_token, keys_by_token
 from svc_common.model.spec import ModelSpec
@@ -46,29 +47,36 @@ class TorchAttention:
     def __init__(self, spec: ModelSpec, block_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
         """`dtype` is the compute type; the cache's own may differ."""
         self._spec = spec
+        self._windows = LayerWindows(spec)
         self._block_tokens = block_tokens
         self._dtype = dtype
         self._device = device
         self._scratch = _Scratch()
 
     def decode(self, context_tokens: NDArray[np.int64], block_tables: NDArray[np.int32]) -> "_TorchDecode":
+        groups = self._windows.by_layer(lambda window: self._groups(window, context_tokens, block_tables))
+        return _TorchDecode(groups, self._spec, self._dtype, self._scratch)
+
+    def _groups(
+        self, window: int, context_tokens: NDArray[np.int64], block_tables: NDArray[np.int32]
+    ) -> list["_DecodeGroup"]:
         """Sorts sequences by length and cuts them into groups of little padding."""
         spec, block_tokens = self._spec, self._block_tokens
         first_blocks = np.zeros_like(context_tokens)
-        if spec.sliding_window is not None:
-            first_blocks = np.maximum(context_tokens - spec.sliding_window, 0) // block_tokens
+        if window:
+            first_blocks = np.maximum(context_tokens - window, 0) // block_tokens
         num_blocks = -(-context_tokens // block_tokens) - first_blocks
         block_bytes = 2 * spec.num_kv_heads * block_tokens * spec.head_dim * self._dtype.itemsize
         max_blocks = _GROUP_BYTES[self._device.type] // block_bytes
         order = np.argsort(-num_blocks, kind="stable")
-        groups = [
-            self._group(order[start:end], context_tokens, first_blocks, num_blocks, block_tables)
+        return [
+            self._group(window, order[start:end], context_tokens, first_blocks, num_blocks, block_tables)
             for start, end in _cut(num_blocks[order], max_blocks)
         ]
-        return _TorchDecode(groups, spec, self._dtype, self._scratch)
 
     def _group(
         self,
+        window: int,
         members: NDArray[np.int64],
         context_tokens: NDArray[np.int64],
         first_blocks: NDArray[np.int64],
@@ -84,8 +92,8 @@ class TorchAttention:
         positions = first_blocks[members, None] * block_tokens + np.arange(width * block_tokens)
         ends = context_tokens[members, None]
         visible = positions < ends
-        if spec.sliding_window is not None:
-            visible &= positions >= ends - spec.sliding_window
+        if window:
+            visible &= positions >= ends - window
         mask = torch.zeros(visible.shape, dtype=self._dtype).masked_fill_(torch.from_numpy(~visible), float("-inf"))
         return _DecodeGroup(
             members=torch.from_numpy(members).to(self._device),
@@ -94,21 +102,23 @@ class TorchAttention:
         )
 
     def prefill(self, start: int, num_tokens: int, blocks: NDArray[np.int32]) -> "_TorchPrefill":
+        return _TorchPrefill(self._windows.by_layer(lambda window: self._prefill(window, start, num_tokens, blocks)))
+
+    def _prefill(self, window: int, start: int, num_tokens: int, blocks: NDArray[np.int32]) -> "_LayerPrefill":
         """A mask is built only where `is_causal` alone would not do."""
         spec, block_tokens = self._spec, self._block_tokens
-        window = spec.sliding_window
-        first_token = 0 if window is None else max(start - window + 1, 0) // block_tokens * block_tokens
+        first_token = max(start - window + 1, 0) // block_tokens * block_tokens if window else 0
         mask = None
-        if start or (window is not None and window < num_tokens):
+        if start or 0 < window < num_tokens or spec.attention_softcap:
             queries = torch.arange(start, start + num_tokens, device=self._device)[:, None]
             keys = torch.arange(first_token, start + num_tokens, device=self._device)
             mask = keys <= queries
-            if window is not None:
+            if window:
                 mask &= keys > queries - window
         end_block = -(-(start + num_tokens) // block_tokens)
         table = blocks[None, first_token // block_tokens : end_block].astype(np.int64)
         rows = torch.from_numpy(block_rows(spec.num_kv_heads, table).reshape(-1)).to(self._device)
-        return _TorchPrefill(start, num_tokens, first_token, table, mask, rows, spec, self._scratch)
+        return _LayerPrefill(start, num_tokens, first_token, table, mask, rows, spec, self._scratch)
 
 
 def _cut(num_blocks: NDArray[np.int64], max_blocks: int) -> list[tuple[int, int]]:
@@ -136,27 +146,48 @@ class _DecodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class _TorchDecode:
-    groups: list[_DecodeGroup]
+    groups: list[list[_DecodeGroup]]  # by layer
     spec: ModelSpec
     dtype: torch.dtype
     scratch: _Scratch
 
-    def run(self, q: Tensor, layer_blocks: Tensor, out: Tensor) -> None:
+    def run(self, layer: int, q: Tensor, layer_blocks: Tensor, out: Tensor) -> None:
         spec = self.spec
         group_size = spec.num_q_heads // spec.num_kv_heads
-        for group in self.groups:
+        for group in self.groups[layer]:
             num_members = len(group.members)
             gathered = self.scratch.gather(layer_blocks, group.rows)
             k, v = _by_token(gathered, (num_members, spec.num_kv_heads, -1, spec.head_dim))
             k, v = k.to(self.dtype), v.to(self.dtype)
             # The query heads of one KV head stand where the query tokens of a prompt would.
             grouped = q[group.members].view(num_members, spec.num_kv_heads, group_size, spec.head_dim)
-            attended = F.scaled_dot_product_attention(grouped, k, v, attn_mask=group.mask)
+            if spec.attention_softcap:
+                attended = _attend_capped(spec, grouped, k, v, group.mask)
+            else:
+                attended = F.scaled_dot_product_attention(grouped, k, v, attn_mask=group.mask, scale=spec.softmax_scale)
             out[group.members] = attended.reshape(num_members, spec.num_q_heads, spec.head_dim)
+
+
+def _attend_capped(spec: ModelSpec, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """q [m, num_kv_heads, rows, head_dim], k and v [m, num_kv_heads, keys, head_dim]; `mask` is added, 0 or -inf."""
+    scores = (q @ k.transpose(-2, -1)).float().mul_(spec.softmax_scale / spec.attention_softcap)
+    scores = scores.tanh_().mul_(spec.attention_softcap).add_(mask)
+    return scores.softmax(-1).to(v.dtype) @ v
 
 
 @dataclass(frozen=True, slots=True)
 class _TorchPrefill:
+    by_layer: list["_LayerPrefill"]
+
+    def run(self, layer: int, q: Tensor, layer_blocks: Tensor, out: Tensor) -> None:
+        self.by_layer[layer].run(q, layer_blocks, out)
+
+    def run_on_host(self, layer: int, q: Tensor, layer_blocks: KvBlocks, kv: Tensor, out: Tensor) -> None:
+        self.by_layer[layer].run_on_host(q, layer_blocks, kv, out)
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerPrefill:
     start: int
     num_tokens: int
     first_token: int  # that any of the chunk sees; a multiple of block_tokens
@@ -191,12 +222,22 @@ class _TorchPrefill:
         return _by_token(rows, (self.spec.num_kv_heads, num_tokens, self.spec.head_dim))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        spec = self.spec
+        if spec.attention_softcap and self.mask is not None:
+            group_size = spec.num_q_heads // spec.num_kv_heads
+            grouped = q.reshape(len(q), spec.num_kv_heads, group_size, spec.head_dim).permute(1, 2, 0, 3)
+            k, v = (part.to(q.dtype).unsqueeze(1) for part in (k, v))
+            hidden = torch.zeros(self.mask.shape, device=q.device).masked_fill_(~self.mask, float("-inf"))
+            attended = _attend_capped(spec, grouped, k, v, hidden)
+            out.copy_(attended.flatten(0, 1).transpose(0, 1))
+            return
         attended = F.scaled_dot_product_attention(
             q.transpose(0, 1).unsqueeze(0),
             k.to(q.dtype).unsqueeze(0),
             v.to(q.dtype).unsqueeze(0),
             attn_mask=self.mask,
             is_causal=self.mask is None,
-            enable_gqa=self.spec.num_q_heads != self.spec.num_kv_heads,
+            scale=spec.softmax_scale,
+            enable_gqa=spec.num_q_heads != spec.num_kv_heads,
         )
         out.copy_(attended[0].transpose(0, 1))

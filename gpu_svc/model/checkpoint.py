@@ -1,6 +1,7 @@
-"""Where weights come from: safetensors or GGUF behind one look-up by Hugging Face's tensor names."""
+"""Where weights come from: safetensors or GGUF behind one look-up by the file's own tensor names."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,6 +14,8 @@ from torch import Tensor
 from svc_common.model.read_spec import open_gguf, read_spec
 from svc_common.model.spec import ModelSpec
 from svc_common.model.store import ModelFiles
+
+_EXPERT = re.compile(r"(.*_exps)\.(\d+)\.weight")
 
 
 class CheckpointError(Exception):
@@ -66,54 +69,44 @@ class SafetensorsCheckpoint:
         return tensor
 
 
-_GGUF_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-
-
 class GgufCheckpoint:
-    """A GGUF file; tensors are dequantised one at a time."""
+    """A GGUF file; tensors are dequantised one at a time.
+
+    The experts of a layer are one tensor there; each of them has a name here, "blk.0.ffn_up_exps.7.weight".
+    """
 
     def __init__(self, reader: gguf.GGUFReader, spec: ModelSpec) -> None:
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
         self._spec = spec
 
     def __contains__(self, name: str) -> bool:
-        return _gguf_name(name) in self._tensors
+        return _stack_of(name)[0] in self._tensors
 
     def read(self, name: str) -> Tensor:
-        tensor = self._tensors[_gguf_name(name)]
+        stack, expert = _stack_of(name)
+        tensor = self._tensors[stack]
+        if expert is not None and not (tensor.data.ndim == 3 and expert < len(tensor.data)):
+            raise CheckpointError(f"{stack} holds no expert {expert}")
+        data = tensor.data if expert is None else tensor.data[expert]
         try:
-            values = np.array(gguf.quants.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
+            values = np.array(gguf.quants.dequantize(data, tensor.tensor_type), dtype=np.float32)
         except NotImplementedError as error:
             raise CheckpointError(f"{name} has type {tensor.tensor_type.name}, which is not supported") from error
         read = torch.from_numpy(values)
-        if self._spec.architecture == "llama" and "self_attn.q_proj" in name:
+        if self._spec.architecture == "llama" and "attn_q." in name:
             return _to_half_split(read, self._spec.num_q_heads)
-        if self._spec.architecture == "llama" and "self_attn.k_proj" in name:
+        if self._spec.architecture == "llama" and "attn_k." in name:
             return _to_half_split(read, self._spec.num_kv_heads)
+        if "ffn_gate_inp_shexp" in name:
+            return read.view(1, -1)
         return read
 
 
-def _gguf_name(name: str) -> str:
-    stem, _, suffix = name.rpartition(".")
-    if stem.startswith("model.layers."):
-        _, _, layer, part = stem.split(".", 3)
-        return f"blk.{layer}.{_GGUF_NAMES[part]}.{suffix}"
-    return f"{_GGUF_NAMES[stem]}.{suffix}"
+def _stack_of(name: str) -> tuple[str, int | None]:
+    """The tensor of the file, and which expert of it."""
+    if match := _EXPERT.fullmatch(name):
+        return f"{match[1]}.weight", int(match[2])
+    return name, None
 
 
 def _to_half_split(weight: Tensor, num_heads: int) -> Tensor:

@@ -8,9 +8,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpu_svc.dtypes import dtype_name
-from gpu_svc.model.decoder import Workspace
-from gpu_svc.model.rope import Rotary
-from gpu_svc.model.torch_decoder import LayerWeights
+from gpu_svc.model.decoder import Workspace, cap_logits_
+from gpu_svc.model.rope import Rotaries
+from gpu_svc.model.weights import ExpertsWeights, LayerWeights, MlpWeights, NormWeights
 from gpu_svc.threads import cpu_threads
 from svc_common.cpu_kernels import DecoderLinear
 from svc_common.model.spec import ModelSpec
@@ -28,8 +28,9 @@ class CpuDecoder:
         weight_dtype: torch.dtype,
         embedding: Tensor,
         layers: Iterable[LayerWeights],
-        final_norm: Tensor,
+        final_norm: NormWeights,
         head: Tensor | None,
+        positions: Tensor | None = None,
         instruction_set: str = "auto",
     ) -> None:
         """Copies the weights, all fp32, into panels of `weight_dtype`, layer by layer; see DecoderWeights for shapes.
@@ -38,58 +39,81 @@ class CpuDecoder:
         """
         self.spec = spec
         self.weight_dtype = weight_dtype
-        self._rotary = Rotary(spec.rope, self.device)
+        self._rotaries = Rotaries(spec, self.device)
+        self._positions = positions
         self._logits = torch.empty((0, spec.vocab_size))  # grows to the largest batch seen
         self._native = DecoderLinear(
             hidden_size=spec.hidden_size,
-            intermediate_size=spec.intermediate_size,
             num_q_heads=spec.num_q_heads,
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
-            rotary_dim=spec.rope.rotary_dim,
-            norm_eps=spec.rms_norm_eps,
+            rotary_dim=spec.rope.rotary_dim if spec.rope else 0,
+            norm_eps=spec.norm_eps,
+            activation=spec.activation,
             dtype=dtype_name(weight_dtype),
             threads=cpu_threads(),
             instruction_set=instruction_set,
         )
-        self._native.set_vocabulary(embedding.numpy(), _array(head), final_norm.numpy())
+        self._native.set_vocabulary(embedding.numpy(), _array(head), final_norm.weight.numpy(), _array(final_norm.bias))
         for layer in layers:
             self._add_layer(layer)
 
     def _add_layer(self, layer: LayerWeights) -> None:
         self._native.add_layer(
-            attention_norm=layer.attention_norm.numpy(),
+            attention_norm=layer.attention_norm.weight.numpy(),
+            attention_norm_bias=_array(layer.attention_norm.bias),
             qkv=layer.qkv.numpy(),
             qkv_bias=_array(layer.qkv_bias),
             q_norm=_array(layer.q_norm),
             k_norm=_array(layer.k_norm),
             output=layer.output.numpy(),
             output_bias=_array(layer.output_bias),
-            mlp_norm=layer.mlp_norm.numpy(),
-            gate_up=layer.gate_up.numpy(),
-            gate_up_bias=_array(layer.gate_up_bias),
-            down=layer.down.numpy(),
-            down_bias=_array(layer.down_bias),
+            post_attention_norm=_array(layer.post_attention_norm),
+            mlp_norm=layer.mlp_norm.weight.numpy(),
+            mlp_norm_bias=_array(layer.mlp_norm.bias),
+            post_mlp_norm=_array(layer.post_mlp_norm),
         )
+        if isinstance(layer.mlp, MlpWeights):
+            mlp = layer.mlp
+            self._native.set_mlp(
+                up=mlp.up.numpy(), up_bias=_array(mlp.up_bias), down=mlp.down.numpy(), down_bias=_array(mlp.down_bias)
+            )
+        else:
+            self._add_experts(layer.mlp)
+
+    def _add_experts(self, experts: ExpertsWeights) -> None:
+        assert self.spec.experts is not None
+        self._native.set_router(
+            experts.router.numpy(), self.spec.experts.experts_per_token, self.spec.experts.normalised
+        )
+        for mlp in experts.mlps:
+            self._native.add_expert(mlp.up.numpy(), mlp.down.numpy())
+        if experts.shared is not None and experts.shared_gate is not None:
+            shared = experts.shared
+            self._native.set_shared_expert(shared.up.numpy(), shared.down.numpy(), experts.shared_gate.numpy())
 
     @property
     def weight_bytes(self) -> int:
-        return self._native.num_bytes
+        return self._native.num_bytes + (0 if self._positions is None else self._positions.nbytes)
 
-    def embed(self, token_ids: Tensor) -> Tensor:
+    def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         hidden = torch.empty((len(token_ids), self.spec.hidden_size))
         assert token_ids.dtype == torch.int64
         assert token_ids.is_contiguous()
         self._native.embed(token_ids.data_ptr(), len(token_ids), hidden.data_ptr())
+        if self.spec.embedding_scale != 1.0:
+            hidden.mul_(self.spec.embedding_scale)
+        if self._positions is not None and self.spec.learned_positions is not None:
+            hidden.add_(self._positions[positions + self.spec.learned_positions])
         return hidden
 
     def workspace(self, positions: Tensor) -> Workspace:
-        cos, sin = self._rotary.cos_sin(positions, self.dtype)
-        return Workspace.make(self.spec, cos.contiguous(), sin.contiguous())
+        return Workspace.make(self.spec, len(positions), self._rotaries.cos_sin(positions, self.dtype), self.dtype)
 
     def pre_attention(self, layer: int, hidden: Tensor, workspace: Workspace) -> None:
-        cos, sin, qkv = workspace.cos.data_ptr(), workspace.sin.data_ptr(), workspace.qkv.data_ptr()
-        self._native.pre_attention(layer, _address(hidden), cos, sin, hidden.shape[0], qkv)
+        cos, sin = workspace.rotations[self._rotaries.of_layer[layer]]
+        qkv = workspace.qkv.data_ptr()
+        self._native.pre_attention(layer, _address(hidden), cos.data_ptr(), sin.data_ptr(), hidden.shape[0], qkv)
 
     def post_attention(self, layer: int, attention: Tensor, hidden: Tensor) -> Tensor:
         self._native.post_attention(layer, _address(attention), hidden.shape[0], _address(hidden))
@@ -101,7 +125,7 @@ class CpuDecoder:
             self._logits = torch.empty((num_rows, self.spec.vocab_size))
         logits = self._logits[:num_rows]
         self._native.logits(_address(hidden), num_rows, _address(logits))
-        return logits
+        return cap_logits_(logits, self.spec)
 
 
 def _address(rows: Tensor) -> int:

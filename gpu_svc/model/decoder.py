@@ -16,18 +16,19 @@ from svc_common.model.spec import ModelSpec
 class Workspace:
     """What one sub-batch needs in every layer; made once per iteration."""
 
-    cos: Tensor  # [n, 1, rotary_dim / 2], of the tokens' positions
-    sin: Tensor  # like cos
+    rotations: tuple[tuple[Tensor, Tensor], ...]  # cos and sin by kind of layer, each [n, 1, rotary_dim / 2]
     qkv: Tensor  # [n, num_q_heads + 2 * num_kv_heads, head_dim], written by pre_attention
     q: Tensor  # [n, num_q_heads, head_dim], a view of qkv
     kv: Tensor  # [n, 2, num_kv_heads, head_dim], a view of qkv: K and V stay together as in the KV cache
 
     @classmethod
-    def make(cls, spec: ModelSpec, cos: Tensor, sin: Tensor) -> "Workspace":
+    def make(
+        cls, spec: ModelSpec, num_tokens: int, rotations: tuple[tuple[Tensor, Tensor], ...], dtype: torch.dtype
+    ) -> "Workspace":
         num_heads = spec.num_q_heads + 2 * spec.num_kv_heads
-        qkv = torch.empty((len(cos), num_heads, spec.head_dim), dtype=cos.dtype, device=cos.device)
+        qkv = torch.empty((num_tokens, num_heads, spec.head_dim), dtype=dtype, device=rotations[0][0].device)
         kv = qkv[:, spec.num_q_heads :].view(-1, 2, spec.num_kv_heads, spec.head_dim)
-        return cls(cos, sin, qkv, qkv[:, : spec.num_q_heads], kv)
+        return cls(rotations, qkv, qkv[:, : spec.num_q_heads], kv)
 
 
 class Decoder(Protocol):
@@ -45,8 +46,8 @@ class Decoder(Protocol):
         """Bytes of weights on the device."""
         ...
 
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """[n], int64 -> [n, hidden_size]."""
+    def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """Both [n], int64 -> [n, hidden_size]."""
         ...
 
     def workspace(self, positions: Tensor) -> Workspace:
@@ -67,3 +68,10 @@ class Decoder(Protocol):
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden_size] -> [n, vocab_size], fp32. Valid until the next call."""
         ...
+
+
+def cap_logits_(logits: Tensor, spec: ModelSpec) -> Tensor:
+    """In place: c * tanh(x / c), where the model caps its logits."""
+    if not spec.logit_softcap:
+        return logits
+    return logits.div_(spec.logit_softcap).tanh_().mul_(spec.logit_softcap)

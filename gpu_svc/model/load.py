@@ -1,13 +1,17 @@
 """Makes the decoder of a device from a checkpoint: checks each tensor, casts it, fuses what is read together."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from gpu_svc.model.checkpoint import Checkpoint, CheckpointError
 from gpu_svc.model.cpu_decoder import CpuDecoder
 from gpu_svc.model.decoder import Decoder
-from gpu_svc.model.torch_decoder import DecoderWeights, LayerWeights, TorchDecoder
-from svc_common.model.spec import ModelSpec
+from gpu_svc.model.names import names_of
+from gpu_svc.model.torch_decoder import TorchDecoder
+from gpu_svc.model.weights import DecoderWeights, ExpertsWeights, LayerWeights, MlpWeights, NormWeights
+from svc_common.model.spec import ExpertsSpec, ModelSpec
 
 
 def load_decoder(checkpoint: Checkpoint, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Decoder:
@@ -18,85 +22,105 @@ def load_decoder(checkpoint: Checkpoint, spec: ModelSpec, dtype: torch.dtype, de
     """
     if device.type != "cpu":
         return TorchDecoder(spec, load_weights(checkpoint, spec, dtype, device))
-    loader = _Loader(checkpoint, torch.float32, device)
+    loader = _Loader(checkpoint, spec, torch.float32, device)
     return CpuDecoder(
         spec,
         dtype,
-        embedding=_load_embedding(loader, spec),
-        layers=(_load_layer(loader, spec, layer) for layer in range(spec.num_layers)),
-        final_norm=_load_final_norm(loader, spec),
-        head=None if spec.tie_embeddings else _load_head(loader, spec),
+        embedding=loader.embedding(),
+        layers=loader.layers(),
+        final_norm=loader.final_norm(),
+        head=None if spec.tie_embeddings else loader.head(),
+        positions=loader.positions(),
     )
 
 
 def load_weights(checkpoint: Checkpoint, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> DecoderWeights:
     """Peak memory is the weights themselves and one tensor of the file. Raises CheckpointError."""
-    loader = _Loader(checkpoint, dtype, device)
-    embedding = _load_embedding(loader, spec)
+    loader = _Loader(checkpoint, spec, dtype, device)
+    embedding = loader.embedding()
     return DecoderWeights(
         embedding=embedding,
-        layers=tuple(_load_layer(loader, spec, layer) for layer in range(spec.num_layers)),
-        final_norm=_load_final_norm(loader, spec),
-        head=embedding if spec.tie_embeddings else _load_head(loader, spec),
-    )
-
-
-def _load_embedding(loader: "_Loader", spec: ModelSpec) -> Tensor:
-    return loader.fused([("model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size))])
-
-
-def _load_head(loader: "_Loader", spec: ModelSpec) -> Tensor:
-    return loader.fused([("lm_head.weight", (spec.vocab_size, spec.hidden_size))])
-
-
-def _load_final_norm(loader: "_Loader", spec: ModelSpec) -> Tensor:
-    return loader.fused([("model.norm.weight", (spec.hidden_size,))])
-
-
-def _load_layer(loader: "_Loader", spec: ModelSpec, layer: int) -> LayerWeights:
-    prefix = f"model.layers.{layer}"
-    hidden, inner = spec.hidden_size, spec.intermediate_size
-    q_size, kv_size = spec.num_q_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-    qkv = [(f"{attention}.q_proj", q_size), (f"{attention}.k_proj", kv_size), (f"{attention}.v_proj", kv_size)]
-    gate_up = [(f"{mlp}.gate_proj", inner), (f"{mlp}.up_proj", inner)]
-    output, down = [(f"{attention}.o_proj", hidden)], [(f"{mlp}.down_proj", hidden)]
-
-    def matrix(parts: list[tuple[str, int]], width: int) -> Tensor:
-        return loader.fused([(f"{name}.weight", (rows, width)) for name, rows in parts])
-
-    def bias(parts: list[tuple[str, int]], present: bool) -> Tensor | None:
-        return loader.fused([(f"{name}.bias", (rows,)) for name, rows in parts]) if present else None
-
-    def norm(name: str, size: int) -> Tensor:
-        return loader.fused([(f"{name}.weight", (size,))])
-
-    return LayerWeights(
-        attention_norm=norm(f"{prefix}.input_layernorm", hidden),
-        qkv=matrix(qkv, hidden),
-        qkv_bias=bias(qkv, spec.qkv_bias),
-        q_norm=norm(f"{attention}.q_norm", spec.head_dim) if spec.qk_norm else None,
-        k_norm=norm(f"{attention}.k_norm", spec.head_dim) if spec.qk_norm else None,
-        output=matrix(output, q_size),
-        output_bias=bias(output, spec.output_bias),
-        mlp_norm=norm(f"{prefix}.post_attention_layernorm", hidden),
-        gate_up=matrix(gate_up, hidden),
-        gate_up_bias=bias(gate_up, spec.mlp_bias),
-        down=matrix(down, inner),
-        down_bias=bias(down, spec.mlp_bias),
+        layers=tuple(loader.layers()),
+        final_norm=loader.final_norm(),
+        head=embedding if spec.tie_embeddings else loader.head(),
+        positions=loader.positions(),
     )
 
 
 class _Loader:
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, checkpoint: Checkpoint, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
         self._checkpoint = checkpoint
+        self._spec = spec
+        self._names = names_of(spec)
         self._dtype = dtype
         self._device = device
 
-    def fused(self, parts: list[tuple[str, tuple[int, ...]]]) -> Tensor:
-        """Named tensors of the given shapes, stacked along their rows, on the device in the compute type."""
+    def embedding(self) -> Tensor:
+        return self._fused([(f"{self._names.embedding}.weight", (self._spec.vocab_size, self._spec.hidden_size))])
+
+    def head(self) -> Tensor:
+        return self._fused([(f"{self._names.head}.weight", (self._spec.vocab_size, self._spec.hidden_size))])
+
+    def positions(self) -> Tensor | None:
+        """[learned_positions + context_tokens, hidden_size], where the model has learned positions."""
+        spec = self._spec
+        if spec.learned_positions is None:
+            return None
+        rows = spec.learned_positions + spec.context_tokens
+        return self._fused([(f"{self._names.positions}.weight", (rows, spec.hidden_size))])
+
+    def final_norm(self) -> NormWeights:
+        return self._norm(self._names.final_norm)
+
+    def layers(self) -> Iterator[LayerWeights]:
+        return (_LayerLoader(self, self._spec, layer).load() for layer in range(self._spec.num_layers))
+
+    def matrix(
+        self,
+        layer: int,
+        part: str,
+        heights: tuple[int, ...],
+        width: int,
+        expert: int = 0,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """[sum(heights), width]: one tensor of the file, or one for each of `heights`."""
+        stems = self._stems(layer, part, expert)
+        shapes = [(height, width) for height in (heights if len(stems) > 1 else (sum(heights),))]
+        return self._fused([(f"{stem}.weight", shape) for stem, shape in zip(stems, shapes, strict=True)], dtype)
+
+    def bias(self, layer: int, part: str, heights: tuple[int, ...]) -> Tensor:
+        """[sum(heights)]: as many tensors as its matrix has."""
+        stems = self._stems(layer, part)
+        shapes = [(height,) for height in (heights if len(stems) > 1 else (sum(heights),))]
+        return self._fused([(f"{stem}.bias", shape) for stem, shape in zip(stems, shapes, strict=True)])
+
+    def norm(self, layer: int, part: str) -> NormWeights:
+        (stem,) = self._stems(layer, part)
+        return self._norm(stem)
+
+    def scale(self, layer: int, part: str, size: int) -> Tensor:
+        """Weights [size] of an RMSNorm."""
+        (stem,) = self._stems(layer, part)
+        return self._scale(stem, size)
+
+    def _norm(self, stem: str) -> NormWeights:
+        size = self._spec.hidden_size
+        bias = self._fused([(f"{stem}.bias", (size,))]) if self._spec.norm == "layer" else None
+        return NormWeights(self._scale(stem, size), bias)
+
+    def _scale(self, stem: str, size: int) -> Tensor:
+        weight = self._fused([(f"{stem}.weight", (size,))], torch.float32)
+        return (weight + self._names.norm_offset).to(self._dtype)
+
+    def _stems(self, layer: int, part: str, expert: int = 0) -> list[str]:
+        prefix = self._names.layer.format(layer=layer)
+        return [prefix + stem.format(expert=expert) for stem in self._names.parts[part]]
+
+    def _fused(self, parts: list[tuple[str, tuple[int, ...]]], dtype: torch.dtype | None = None) -> Tensor:
+        """Named tensors of the given shapes, one above the other, on the device; in the compute type or `dtype`."""
         rows = sum(shape[0] for _, shape in parts)
-        target = torch.empty((rows, *parts[0][1][1:]), dtype=self._dtype, device=self._device)
+        target = torch.empty((rows, *parts[0][1][1:]), dtype=dtype or self._dtype, device=self._device)
         start = 0
         for name, shape in parts:
             if name not in self._checkpoint:
@@ -107,3 +131,53 @@ class _Loader:
             target[start : start + shape[0]].copy_(tensor)
             start += shape[0]
         return target
+
+
+class _LayerLoader:
+    """One layer, by its spec."""
+
+    def __init__(self, loader: _Loader, spec: ModelSpec, layer: int) -> None:
+        self._loader = loader
+        self._spec = spec
+        self._layer = layer
+
+    def load(self) -> LayerWeights:
+        spec, loader, layer = self._spec, self._loader, self._layer
+        hidden, q_size, kv_size = spec.hidden_size, spec.num_q_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        heights = (q_size, kv_size, kv_size)
+        experts = spec.layer(layer).experts
+        return LayerWeights(
+            attention_norm=loader.norm(layer, "attention_norm"),
+            qkv=loader.matrix(layer, "qkv", heights, hidden),
+            qkv_bias=loader.bias(layer, "qkv", heights) if spec.qkv_bias else None,
+            q_norm=loader.scale(layer, "q_norm", spec.head_dim) if spec.qk_norm else None,
+            k_norm=loader.scale(layer, "k_norm", spec.head_dim) if spec.qk_norm else None,
+            output=loader.matrix(layer, "output", (hidden,), q_size),
+            output_bias=loader.bias(layer, "output", (hidden,)) if spec.output_bias else None,
+            post_attention_norm=loader.scale(layer, "post_attention_norm", hidden) if spec.post_norms else None,
+            mlp_norm=loader.norm(layer, "mlp_norm"),
+            mlp=self._experts(experts) if experts else self._mlp("", spec.intermediate_size, bias=spec.mlp_bias),
+            post_mlp_norm=loader.scale(layer, "post_mlp_norm", hidden) if spec.post_norms else None,
+        )
+
+    def _mlp(self, prefix: str, inner: int, bias: bool = False, expert: int = 0) -> MlpWeights:
+        loader, layer, hidden = self._loader, self._layer, self._spec.hidden_size
+        heights = (inner, inner) if self._spec.gated else (inner,)
+        return MlpWeights(
+            up=loader.matrix(layer, f"{prefix}up", heights, hidden, expert),
+            down=loader.matrix(layer, f"{prefix}down", (hidden,), inner, expert),
+            up_bias=loader.bias(layer, "up", heights) if bias else None,
+            down_bias=loader.bias(layer, "down", (hidden,)) if bias else None,
+        )
+
+    def _experts(self, experts: ExpertsSpec) -> ExpertsWeights:
+        loader, layer, hidden = self._loader, self._layer, self._spec.hidden_size
+        shared = experts.shared_intermediate_size
+        return ExpertsWeights(
+            router=loader.matrix(layer, "router", (experts.num_experts,), hidden, dtype=torch.float32),
+            mlps=tuple(
+                self._mlp("experts.", experts.intermediate_size, expert=expert) for expert in range(experts.num_experts)
+            ),
+            shared=self._mlp("shared.", shared) if shared else None,
+            shared_gate=loader.matrix(layer, "shared.gate", (1,), hidden, dtype=torch.float32)[0] if shared else None,
+        )

@@ -5,8 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from svc_common.model.read_spec import llama3_divisors
-from svc_common.model.spec import RopeSpec
+from svc_common.model.rope_scaling import llama3_divisors
+from svc_common.model.spec import ModelSpec, RopeSpec
 
 
 class Rotary:
@@ -39,6 +39,25 @@ class Rotary:
         return 1.0 / theta ** _exponents(rope.rotary_dim).to(points.device)
 
 
+class Rotaries:
+    """All rotary embeddings of a model: one, or another for layers with a sliding window."""
+
+    def __init__(self, spec: ModelSpec, device: torch.device) -> None:
+        kinds = list(dict.fromkeys(layer.rope for layer in spec.layers))
+        self._rotaries = [None if rope is None else Rotary(rope, device) for rope in kinds]
+        self._none = torch.empty((0, 1, 0), device=device)
+        self.of_layer = [kinds.index(layer.rope) for layer in spec.layers]
+        """By layer: which of the pairs of `cos_sin` is its."""
+
+    def cos_sin(self, positions: Tensor, dtype: torch.dtype) -> tuple[tuple[Tensor, Tensor], ...]:
+        """As Rotary.cos_sin, contiguous; empty where a model has no rotary embedding."""
+        pairs = []
+        for rotary in self._rotaries:
+            cos, sin = (self._none, self._none) if rotary is None else rotary.cos_sin(positions, dtype)
+            pairs.append((cos.contiguous(), sin.contiguous()))
+        return tuple(pairs)
+
+
 def rotate_(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Rotates heads [n, num_heads, head_dim] in place; pairs are (i, i + rotary_dim / 2)."""
     half = cos.shape[-1]
@@ -64,6 +83,8 @@ def _inverse_wavelengths(rope: RopeSpec) -> Tensor:
             return base / torch.from_numpy(llama3_divisors(rope)).to(torch.float32)
         case "yarn":
             return _yarn(rope, base)
+        case "longrope":
+            return base / torch.tensor(rope.divisors)
 
 
 def _yarn(rope: RopeSpec, base: Tensor) -> Tensor:

@@ -1,53 +1,13 @@
 """A decoder's linear part in torch's own operations: on a GPU, and to check the CPU's against."""
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from gpu_svc.model.decoder import Workspace
-from gpu_svc.model.rope import Rotary, rotate_
+from gpu_svc.model.decoder import Workspace, cap_logits_
+from gpu_svc.model.rope import Rotaries, rotate_
+from gpu_svc.model.weights import DecoderWeights, ExpertsWeights, MlpWeights, NormWeights
 from svc_common.model.spec import ModelSpec
-
-
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """One layer, in the compute type. Matrices are [out, in]; what is read together is kept together."""
-
-    attention_norm: Tensor  # [hidden_size]
-    qkv: Tensor  # [(num_q_heads + 2 * num_kv_heads) * head_dim, hidden_size]: q, k, v
-    qkv_bias: Tensor | None  # [(num_q_heads + 2 * num_kv_heads) * head_dim]
-    q_norm: Tensor | None  # [head_dim]
-    k_norm: Tensor | None  # [head_dim]
-    output: Tensor  # [hidden_size, num_q_heads * head_dim]
-    output_bias: Tensor | None  # [hidden_size]
-    mlp_norm: Tensor  # [hidden_size]
-    gate_up: Tensor  # [2 * intermediate_size, hidden_size]: gate, up
-    gate_up_bias: Tensor | None  # [2 * intermediate_size]
-    down: Tensor  # [hidden_size, intermediate_size]
-    down_bias: Tensor | None  # [hidden_size]
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderWeights:
-    """The whole model. `head` is `embedding` itself where the two are tied."""
-
-    embedding: Tensor  # [vocab_size, hidden_size]
-    layers: tuple[LayerWeights, ...]
-    final_norm: Tensor  # [hidden_size]
-    head: Tensor  # [vocab_size, hidden_size]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes held on the device; a tied head counts once."""
-        tensors = {id(tensor): tensor for tensor in (self.embedding, self.final_norm, self.head)}
-        for layer in self.layers:
-            for name in LayerWeights.__dataclass_fields__:
-                tensor = getattr(layer, name)
-                if tensor is not None:
-                    tensors[id(tensor)] = tensor
-        return sum(tensor.nbytes for tensor in tensors.values())
 
 
 class TorchDecoder:
@@ -58,21 +18,26 @@ class TorchDecoder:
         self.weights = weights
         self.dtype = self.weight_dtype = weights.embedding.dtype
         self.device = weights.embedding.device
-        self._rotary = Rotary(spec.rope, self.device)
+        self._rotaries = Rotaries(spec, self.device)
 
     @property
     def weight_bytes(self) -> int:
         return self.weights.num_bytes
 
-    def embed(self, token_ids: Tensor) -> Tensor:
-        return F.embedding(token_ids, self.weights.embedding)
+    def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        hidden = F.embedding(token_ids, self.weights.embedding)
+        if self.spec.embedding_scale != 1.0:
+            hidden.mul_(self.spec.embedding_scale)
+        if self.weights.positions is not None and self.spec.learned_positions is not None:
+            hidden.add_(F.embedding(positions + self.spec.learned_positions, self.weights.positions))
+        return hidden
 
     def workspace(self, positions: Tensor) -> Workspace:
-        return Workspace.make(self.spec, *self._rotary.cos_sin(positions, self.dtype))
+        return Workspace.make(self.spec, len(positions), self._rotaries.cos_sin(positions, self.dtype), self.dtype)
 
     def pre_attention(self, layer: int, hidden: Tensor, workspace: Workspace) -> None:
         spec, weights = self.spec, self.weights.layers[layer]
-        normed = F.rms_norm(hidden, (spec.hidden_size,), weights.attention_norm, spec.rms_norm_eps)
+        normed = self._normed(hidden, weights.attention_norm)
         heads, qkv = workspace.qkv, workspace.qkv.flatten(1)
         if weights.qkv_bias is None:
             torch.mm(normed, weights.qkv.t(), out=qkv)
@@ -84,16 +49,61 @@ class TorchDecoder:
                 (workspace.q, weights.q_norm),
                 (heads[:, spec.num_q_heads : num_rotated], weights.k_norm),
             ):
-                view.copy_(F.rms_norm(view, (spec.head_dim,), weight, spec.rms_norm_eps))
-        rotate_(heads[:, :num_rotated], workspace.cos, workspace.sin)
+                view.copy_(F.rms_norm(view, (spec.head_dim,), weight, spec.norm_eps))
+        if spec.rope is not None:
+            rotate_(heads[:, :num_rotated], *workspace.rotations[self._rotaries.of_layer[layer]])
 
     def post_attention(self, layer: int, attention: Tensor, hidden: Tensor) -> Tensor:
-        spec, weights = self.spec, self.weights.layers[layer]
-        hidden = F.linear(attention.flatten(1), weights.output, weights.output_bias).add_(hidden)
-        normed = F.rms_norm(hidden, (spec.hidden_size,), weights.mlp_norm, spec.rms_norm_eps)
-        gate, up = F.linear(normed, weights.gate_up, weights.gate_up_bias).chunk(2, dim=-1)
-        return F.linear(F.silu(gate).mul_(up), weights.down, weights.down_bias).add_(hidden)
+        weights = self.weights.layers[layer]
+        added = F.linear(attention.flatten(1), weights.output, weights.output_bias)
+        hidden = self._post_normed(added, weights.post_attention_norm).add_(hidden)
+        normed = self._normed(hidden, weights.mlp_norm)
+        if isinstance(weights.mlp, ExpertsWeights):
+            added = self._experts(weights.mlp, normed)
+        else:
+            added = self._mlp(weights.mlp, normed)
+        return self._post_normed(added, weights.post_mlp_norm).add_(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        normed = F.rms_norm(hidden, (self.spec.hidden_size,), self.weights.final_norm, self.spec.rms_norm_eps)
-        return F.linear(normed, self.weights.head).to(torch.float32)
+        logits = F.linear(self._normed(hidden, self.weights.final_norm), self.weights.head)
+        return cap_logits_(logits.to(torch.float32), self.spec)
+
+    def _normed(self, hidden: Tensor, norm: NormWeights) -> Tensor:
+        shape, eps = (self.spec.hidden_size,), self.spec.norm_eps
+        if norm.bias is not None:
+            return F.layer_norm(hidden, shape, norm.weight, norm.bias, eps)
+        return F.rms_norm(hidden, shape, norm.weight, eps)
+
+    def _post_normed(self, added: Tensor, weight: Tensor | None) -> Tensor:
+        return added if weight is None else F.rms_norm(added, (self.spec.hidden_size,), weight, self.spec.norm_eps)
+
+    def _mlp(self, mlp: MlpWeights, rows: Tensor) -> Tensor:
+        inner = F.linear(rows, mlp.up, mlp.up_bias)
+        match self.spec.activation:
+            case "relu":
+                inner = inner.relu_()
+            case "silu_gated":
+                gate, up = inner.chunk(2, dim=-1)
+                inner = F.silu(gate).mul_(up)
+            case "gelu_tanh_gated":
+                gate, up = inner.chunk(2, dim=-1)
+                inner = F.gelu(gate, approximate="tanh").mul_(up)
+        return F.linear(inner, mlp.down, mlp.down_bias)
+
+    def _experts(self, experts: ExpertsWeights, rows: Tensor) -> Tensor:
+        """Expert after expert, so that a token's sum has one order whatever its neighbours."""
+        spec = self.spec.experts
+        assert spec is not None
+        shares = F.linear(rows.to(torch.float32), experts.router).softmax(-1)  # [n, num_experts]
+        weights, chosen = shares.topk(spec.experts_per_token)
+        if spec.normalised:
+            weights = weights / weights.sum(-1, keepdim=True)
+        added = torch.zeros_like(rows)
+        for expert in sorted(set(chosen.flatten().tolist())):
+            row, place = (chosen == expert).nonzero(as_tuple=True)
+            part = self._mlp(experts.mlps[expert], rows[row])
+            added.index_add_(0, row, part * weights[row, place, None].to(part.dtype))
+        if experts.shared is not None and experts.shared_gate is not None:
+            gate = (rows.to(torch.float32) @ experts.shared_gate).sigmoid().to(rows.dtype)
+            added.add_(self._mlp(experts.shared, rows).mul_(gate[:, None]))
+        return added

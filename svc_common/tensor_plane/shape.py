@@ -34,8 +34,10 @@ class RegionShape:
     """Most decodes in one sub-batch."""
     softmax_scale: float
     """Factor on q·k before the softmax."""
-    sliding_window: int
-    """Tokens each query sees, itself included; 0: all."""
+    softcap: float = 0.0
+    """c: a score s counts as c * tanh(s / c); 0: as it is."""
+    sliding_windows: tuple[int, ...] = ()
+    """By layer: tokens each query sees, itself included, or 0 for all. Empty: all in every layer."""
 
     @property
     def block_bytes(self) -> int:

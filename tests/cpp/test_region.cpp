@@ -16,7 +16,7 @@ namespace {
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 
-const Shape shape{2, 6, 2, 24, 4, DType::fp16, DType::fp32, 5, 0.25f, 0};
+const Shape shape{2, 6, 2, 24, 4, DType::fp16, DType::fp32, 5, 0.25f, 0.0f, {}};
 constexpr std::uint64_t epoch = 7;
 constexpr std::size_t pool_bytes = 100'000;
 

@@ -140,7 +140,8 @@ class Sequences {
             for (int h = 0; h < shape_.num_q_heads; ++h) {
                 const std::byte* q = fused.data() + s * row_bytes() + h * dim * exchange_bytes_;
                 const std::vector<double> want = attend(q, history(s, layer, h / shape_.group(), 0),
-                                                        history(s, layer, h / shape_.group(), 1));
+                                                        history(s, layer, h / shape_.group(), 1),
+                                                        shape_.sliding_windows[layer]);
                 for (int d = 0; d < dim; ++d) {
                     const float got =
                         load(shape_.exchange_dtype, out.data(), (s * shape_.num_q_heads + h) * std::size_t(dim) + d);
@@ -149,15 +150,17 @@ class Sequences {
             }
     }
 
-    std::vector<double> attend(const std::byte* q, const std::vector<float>& k, const std::vector<float>& v) const {
+    std::vector<double> attend(const std::byte* q, const std::vector<float>& k, const std::vector<float>& v,
+                               int window) const {
         const int dim = shape_.head_dim;
         const int num_tokens = static_cast<int>(k.size()) / dim;
-        const int first = shape_.sliding_window > 0 ? std::max(0, num_tokens - shape_.sliding_window) : 0;
+        const int first = window > 0 ? std::max(0, num_tokens - window) : 0;
         std::vector<double> scores, out(dim);
         for (int t = first; t < num_tokens; ++t) {
             double score = 0;
             for (int d = 0; d < dim; ++d) score += double(load(shape_.exchange_dtype, q, d)) * k[t * dim + d];
-            scores.push_back(score * shape_.softmax_scale);
+            score *= shape_.softmax_scale;
+            scores.push_back(shape_.softcap > 0 ? shape_.softcap * std::tanh(score / shape_.softcap) : score);
         }
         const double most = *std::max_element(scores.begin(), scores.end());
         double sum = 0;
@@ -200,21 +203,22 @@ void test_random_shapes(const Kernel& kernel) {
                           dtypes[i / 4 % 3],
                           3,
                           1.0f / std::sqrt(static_cast<float>(head_dim)),
-                          i % 4 == 3 ? between(1, 9) : 0};
+                          i % 5 == 4 ? 3.0f : 0.0f,
+                          {i % 4 == 3 ? between(1, 9) : 0, i % 4 > 1 ? between(1, 9) : 0}};
         grow(shape, kernel, 1, between(1, 3), between(1, 40));
     }
 }
 
 // Long enough that heads are cut into spans and merged, by more threads than pieces at times.
 void test_spans_and_threads(const Kernel& kernel) {
-    Shape shape{1, 6, 2, 64, 16, DType::fp32, DType::fp32, 2, 0.125f, 0};
+    Shape shape{1, 6, 2, 64, 16, DType::fp32, DType::fp32, 2, 0.125f, 0.0f, {}};
     grow(shape, kernel, 3, 2, 420);
     shape.kv_dtype = DType::int8;
     grow(shape, kernel, 3, 2, 420);
 }
 
 void test_what_is_refused(const Kernel& kernel) {
-    const Shape shape{1, 2, 1, 8, 4, DType::fp32, DType::fp32, 2, 1.0f, 0};
+    const Shape shape{1, 2, 1, 8, 4, DType::fp32, DType::fp32, 2, 1.0f, 0.0f, {}};
     Rig rig(shape, kernel, 1, 3);
     const std::int32_t contexts[] = {1, 5, 1}, tables[] = {0, 1, 2};
     auto run = [&](int slot, std::int32_t num, const std::int32_t* context, const std::int32_t* table,
@@ -236,7 +240,7 @@ void test_what_is_refused(const Kernel& kernel) {
 }
 
 void test_an_executor_that_closes_ends_the_iteration(const Kernel& kernel) {
-    const Shape shape{1, 2, 1, 8, 4, DType::fp32, DType::fp32, 2, 1.0f, 0};
+    const Shape shape{1, 2, 1, 8, 4, DType::fp32, DType::fp32, 2, 1.0f, 0.0f, {}};
     Rig rig(shape, kernel, 1, 3);
     const std::int32_t context = 1, block = 0;
     std::thread closing([&] {

@@ -29,9 +29,10 @@ def violated_fields(error: grpc.RpcError) -> list[str]:
     [
         {},
         {"kv_dtype": "bf16", "exchange_dtype": "bf16"},
-        {"kv_dtype": "fp16", "sliding_window": 7},
+        {"kv_dtype": "fp16", "sliding_windows": (7, 7, 7)},
+        {"softcap": 1.5, "sliding_windows": (0, 3, 7)},
         {"kv_dtype": "int8"},
-        {"kv_dtype": "int8", "exchange_dtype": "bf16", "block_tokens": 5, "sliding_window": 7},
+        {"kv_dtype": "int8", "exchange_dtype": "bf16", "block_tokens": 5, "sliding_windows": (7, 7, 7)},
         {"num_q_heads": 16, "num_kv_heads": 1, "head_dim": 80, "block_tokens": 5, "exchange_dtype": "fp16"},
     ],
 )
@@ -149,7 +150,11 @@ def test_what_is_out_of_range_is_refused_before_memory_is_touched(service: Servi
         ({"exchange_dtype": ""}, "exchange_dtype"),
         ({"max_sequences": 0}, "max_sequences"),
         ({"softmax_scale": float("nan")}, "softmax_scale"),
-        ({"sliding_window": -1}, "sliding_window"),
+        ({"sliding_windows": (0, -1, 0)}, "sliding_windows"),
+        ({"sliding_windows": (4, 4)}, "sliding_windows"),
+        ({"softcap": -1.0}, "softcap"),
+        ({"softcap": float("inf")}, "softcap"),
+        ({"num_layers": 257}, "num_layers"),
     ],
 )
 def test_impossible_shapes_name_the_field(service: Service, change: dict[str, object], field: str) -> None:
@@ -164,9 +169,9 @@ def test_impossible_shapes_name_the_field(service: Service, change: dict[str, ob
 
 
 def test_a_pool_too_small_for_one_block_is_said(service: Service) -> None:
-    request = pb.OpenRegionRequest(epoch=7, **asdict(replace(SHAPE, num_layers=4096)))
+    request = pb.OpenRegionRequest(epoch=7, **asdict(replace(SHAPE, block_tokens=4096)))
     with pytest.raises(grpc.RpcError) as caught:
         service.stub.OpenRegion(request)
     assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-    assert "cpu_attn.kv_bytes: a pool of 4194304 bytes holds no block: one takes 8388608" in str(caught.value.details())
+    assert "cpu_attn.kv_bytes: a pool of 4194304 bytes holds no block: one takes 6291456" in str(caught.value.details())
     assert service.segments() == []

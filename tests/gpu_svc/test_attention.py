@@ -19,7 +19,8 @@ HEAD_DIM = 16
 CPU = torch.device("cpu")
 
 
-def spec(num_q_heads: int, num_kv_heads: int, window: int | None = None) -> ModelSpec:
+def spec(num_q_heads: int, num_kv_heads: int, window: int | None = None, softcap: float = 0.0) -> ModelSpec:
+    """Two layers, the second without the window."""
     return ModelSpec(
         "llama",
         2,
@@ -36,16 +37,20 @@ def spec(num_q_heads: int, num_kv_heads: int, window: int | None = None) -> Mode
         (2,),
         "fp32",
         sliding_window=window,
+        full_layers=(1,),
+        attention_softcap=softcap,
     )
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, window: int | None) -> Tensor:
+def plain(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, window: int | None, softcap: float) -> Tensor:
     """q [n, num_q_heads, d] at `positions`; k, v [tokens, num_kv_heads, d]."""
     group = q.shape[1] // k.shape[1]
     k, v = (part.double().repeat_interleave(group, 1) for part in (k, v))
     distance = positions[:, None] - torch.arange(len(k))
     unseen = (distance < 0) | (distance >= (window or len(k) + 1))
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) / HEAD_DIM**0.5
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(unseen, float("-inf")).softmax(-1), v)
 
 
@@ -70,9 +75,9 @@ def fill(
 
 
 def backends(
-    num_q_heads: int, num_kv_heads: int, window: int | None, block_tokens: int, dtype: str
+    num_q_heads: int, num_kv_heads: int, window: int | None, softcap: float, block_tokens: int, dtype: str
 ) -> list[AttentionBackend]:
-    model = spec(num_q_heads, num_kv_heads, window)
+    model = spec(num_q_heads, num_kv_heads, window, softcap)
     shape = KvShape.of(model, block_tokens, DTYPES[dtype])
     return [CpuAttention(model, shape, torch.float32), TorchAttention(model, block_tokens, torch.float32, CPU)]
 
@@ -83,19 +88,29 @@ def backends(
     heads=st.sampled_from([(4, 4), (6, 2), (9, 3), (8, 1)]),
     block_tokens=st.sampled_from([1, 4, 16]),
     window=st.sampled_from([None, 1, 7, 64]),
+    softcap=st.sampled_from([0.0, 0.0, 1.5]),
     dtype=st.sampled_from(["fp32", "fp16", "bf16"]),
 )
-def test_decode(lengths: list[int], heads: tuple[int, int], block_tokens: int, window: int | None, dtype: str) -> None:
+def test_decode(
+    lengths: list[int],
+    heads: tuple[int, int],
+    block_tokens: int,
+    window: int | None,
+    softcap: float,
+    dtype: str,
+) -> None:
     torch.manual_seed(0)
     num_q_heads, num_kv_heads = heads
     blocks, tables, sequences = fill(lengths, num_kv_heads, block_tokens, dtype)
     q = torch.randn(len(lengths), num_q_heads, HEAD_DIM)
-    for backend in backends(num_q_heads, num_kv_heads, window, block_tokens, dtype):
-        out = torch.full_like(q, float("nan"))
-        backend.decode(np.array(lengths), tables).run(q, blocks, out)
-        for i, (k, v) in enumerate(sequences):
-            expected = plain(q[i : i + 1], k, v, torch.tensor([lengths[i] - 1]), window)
-            torch.testing.assert_close(out[i : i + 1].double(), expected, rtol=1e-4, atol=1e-5)
+    for backend in backends(num_q_heads, num_kv_heads, window, softcap, block_tokens, dtype):
+        work = backend.decode(np.array(lengths), tables)
+        for layer, layer_window in enumerate((window, None)):
+            out = torch.full_like(q, float("nan"))
+            work.run(layer, q, blocks, out)
+            for i, (k, v) in enumerate(sequences):
+                expected = plain(q[i : i + 1], k, v, torch.tensor([lengths[i] - 1]), layer_window, softcap)
+                torch.testing.assert_close(out[i : i + 1].double(), expected, rtol=1e-4, atol=1e-5)
 
 
 @settings(max_examples=60, deadline=None)
@@ -105,10 +120,17 @@ def test_decode(lengths: list[int], heads: tuple[int, int], block_tokens: int, w
     heads=st.sampled_from([(4, 4), (6, 2), (9, 3)]),
     block_tokens=st.sampled_from([1, 4, 16]),
     window=st.sampled_from([None, 1, 7, 64]),
+    softcap=st.sampled_from([0.0, 0.0, 1.5]),
     dtype=st.sampled_from(["fp32", "fp16", "bf16"]),
 )
 def test_prefill(
-    start: int, num_tokens: int, heads: tuple[int, int], block_tokens: int, window: int | None, dtype: str
+    start: int,
+    num_tokens: int,
+    heads: tuple[int, int],
+    block_tokens: int,
+    window: int | None,
+    softcap: float,
+    dtype: str,
 ) -> None:
     torch.manual_seed(0)
     num_q_heads, num_kv_heads = heads
@@ -116,14 +138,15 @@ def test_prefill(
     blocks, tables, (kv,) = fill([end], num_kv_heads, block_tokens, dtype)
     # As the decoder hands q over: part of a wider row.
     q = torch.randn(num_tokens, num_q_heads + 2, HEAD_DIM)[:, :num_q_heads]
-    expected = plain(q, *kv, torch.arange(start, end), window)
-    for backend in backends(num_q_heads, num_kv_heads, window, block_tokens, dtype):
+    for backend in backends(num_q_heads, num_kv_heads, window, softcap, block_tokens, dtype):
         attention = backend.prefill(start, num_tokens, tables[0])
-        out, on_host = torch.full(q.shape, float("nan")), torch.full(q.shape, float("nan"))
-        attention.run(q, blocks, out)
-        attention.run_on_host(q, KvBlocks(blocks), kv[:, start:].transpose(0, 1), on_host)
-        torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(on_host.double(), expected, rtol=1e-4, atol=1e-5)
+        for layer, layer_window in enumerate((window, None)):
+            expected = plain(q, *kv, torch.arange(start, end), layer_window, softcap)
+            out, on_host = torch.full(q.shape, float("nan")), torch.full(q.shape, float("nan"))
+            attention.run(layer, q, blocks, out)
+            attention.run_on_host(layer, q, KvBlocks(blocks), kv[:, start:].transpose(0, 1), on_host)
+            torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(on_host.double(), expected, rtol=1e-4, atol=1e-5)
 
 
 @settings(max_examples=60, deadline=None)
@@ -148,13 +171,13 @@ def test_prefill_over_a_host_pool_in_int8(
     positions = np.arange(end)
     write_kv(layer, KvPlaces.on(CPU, table[positions // block_tokens], positions % block_tokens), kv)
     q = torch.randn(num_tokens, num_q_heads, HEAD_DIM)
-    expected = plain(q, *kv.unbind(1), torch.arange(start, end), window)
+    expected = plain(q, *kv.unbind(1), torch.arange(start, end), window, softcap=0.0)
     model = spec(num_q_heads, num_kv_heads, window)
     shape = KvShape.of(model, block_tokens, torch.float32, torch.int8)
     cpu = CpuAttention(model, shape, torch.float32)
     for backend in (cpu, TorchAttention(model, block_tokens, torch.float32, CPU)):
         out = torch.full(q.shape, float("nan"))
-        backend.prefill(start, num_tokens, table).run_on_host(q, layer, kv[start:], out)
+        backend.prefill(start, num_tokens, table).run_on_host(0, q, layer, kv[start:], out)
         torch.testing.assert_close(out.double(), expected, rtol=0, atol=0.05)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.gguf_files import GGUF_VARIANTS, write_gguf
 from support.gpu import VARIANTS, Driver, load_decoder, load_torch_decoder, save_checkpoint
 from support.reference import Reference, Verdict, load_transformers
 
@@ -28,14 +29,17 @@ def dense_logits(decoder: Decoder, tokens: list[int]) -> torch.Tensor:
     """[n, vocab_size]: the decoder with the plainest attention there is, written out in float64."""
     spec = decoder.spec
     positions = torch.arange(len(tokens))
-    hidden, workspace = decoder.embed(torch.tensor(tokens)), decoder.workspace(positions)
+    hidden, workspace = decoder.embed(torch.tensor(tokens), positions), decoder.workspace(positions)
     distance = positions[:, None] - positions
-    hidden_keys = (distance < 0) | (distance >= (spec.sliding_window or len(tokens)))
     for layer in range(spec.num_layers):
+        window = spec.layer(layer).sliding_window or len(tokens)
+        hidden_keys = (distance < 0) | (distance >= window)
         decoder.pre_attention(layer, hidden, workspace)
         group = spec.num_q_heads // spec.num_kv_heads
         k, v = (part.double().repeat_interleave(group, 1) for part in workspace.kv.unbind(1))
-        scores = torch.einsum("qhd,khd->hqk", workspace.q.double(), k) / spec.head_dim**0.5
+        scores = torch.einsum("qhd,khd->hqk", workspace.q.double(), k) * spec.softmax_scale
+        if cap := spec.attention_softcap:
+            scores = cap * (scores / cap).tanh()
         weights = scores.masked_fill(hidden_keys, float("-inf")).softmax(-1)
         attended = torch.einsum("hqk,khd->qhd", weights, v).to(decoder.dtype).contiguous()
         hidden = decoder.post_attention(layer, attended, hidden)
@@ -59,7 +63,7 @@ def test_logits_equal_transformers(
 
 
 @pytest.mark.parametrize("instruction_set", runnable_linear_instruction_sets())
-@pytest.mark.parametrize("variant", ["llama-tied", "llama-biases", "qwen3"])
+@pytest.mark.parametrize("variant", ["llama-tied", "llama-biases", "qwen3", "gemma3", "opt", "qwen2-moe"])
 def test_every_instruction_set_gives_the_same_logits(
     variant: str, instruction_set: str, checkpoint: Callable[[str], ModelFiles]
 ) -> None:
@@ -67,7 +71,14 @@ def test_every_instruction_set_gives_the_same_logits(
     spec, weights = torch_decoder.spec, torch_decoder.weights
     head = None if spec.tie_embeddings else weights.head
     decoder = CpuDecoder(
-        spec, torch.float32, weights.embedding, weights.layers, weights.final_norm, head, instruction_set
+        spec,
+        torch.float32,
+        weights.embedding,
+        weights.layers,
+        weights.final_norm,
+        head,
+        weights.positions,
+        instruction_set,
     )
     expected = dense_logits(torch_decoder, PROMPT)
     torch.testing.assert_close(dense_logits(decoder, PROMPT), expected, rtol=1e-4, atol=1e-4)
@@ -128,7 +139,7 @@ def test_logits_of_a_token_do_not_depend_on_its_neighbours(default_model: ModelF
     attended = torch.randn(103, decoder.spec.num_q_heads, decoder.spec.head_dim)
 
     def run(rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden, workspace = decoder.embed(ids[rows]), decoder.workspace(positions[rows])
+        hidden, workspace = decoder.embed(ids[rows], positions[rows]), decoder.workspace(positions[rows])
         for layer in (0, 1):
             decoder.pre_attention(layer, hidden, workspace)
             hidden = decoder.post_attention(layer, attended[rows], hidden)
@@ -148,7 +159,7 @@ def test_sharded_checkpoint_loads_the_same_weights(checkpoint: Callable[[str], M
     assert torch.equal(one.head, many.head)
     for ours, theirs in zip(one.layers, many.layers, strict=True):
         assert torch.equal(ours.qkv, theirs.qkv)
-        assert torch.equal(ours.down, theirs.down)
+        assert torch.equal(ours.mlp.down, theirs.mlp.down)
 
 
 def test_tied_head_is_held_once(checkpoint: Callable[[str], ModelFiles]) -> None:
@@ -161,10 +172,19 @@ def test_tied_head_is_held_once(checkpoint: Callable[[str], ModelFiles]) -> None
     assert untied_bytes - tied_bytes == 288 * 48 * 4
 
 
+@pytest.mark.parametrize("variant", ["llama", "opt", "gemma2", "mixtral", "qwen2-moe", "qwen2-moe-dense"])
+def test_the_spec_knows_the_weights_bytes(variant: str, checkpoint: Callable[[str], ModelFiles]) -> None:
+    """All but norms and biases."""
+    decoder = load_torch_decoder(checkpoint(variant), torch.bfloat16)
+    tensors = load_file(checkpoint(variant).directory / "model.safetensors")
+    vectors = sum(2 * tensor.numel() for tensor in tensors.values() if tensor.ndim == 1)
+    assert decoder.spec.weight_bytes(2) == decoder.weight_bytes - vectors
+
+
 def test_a_token_outside_the_vocabulary_is_refused(checkpoint: Callable[[str], ModelFiles]) -> None:
     for token in (-1, 257):
         with pytest.raises(IndexError, match="outside the vocabulary"):
-            load_decoder(checkpoint("llama")).embed(torch.tensor([0, token]))
+            load_decoder(checkpoint("llama")).embed(torch.tensor([0, token]), torch.tensor([0, 1]))
 
 
 def test_bad_checkpoints_are_refused_by_tensor(checkpoint: Callable[[str], ModelFiles], tmp_path: Path) -> None:
@@ -188,3 +208,13 @@ def test_bad_checkpoints_are_refused_by_tensor(checkpoint: Callable[[str], Model
     (tmp_path / "model.safetensors").write_bytes(b"no such thing")
     with pytest.raises(CheckpointError, match="cannot be read"):
         load()
+
+
+@pytest.mark.parametrize("variant", GGUF_VARIANTS)
+def test_gguf_gives_the_same_logits(variant: str, checkpoint: Callable[[str], ModelFiles], tmp_path: Path) -> None:
+    """Names and keys are the gguf package's; the numbers are those of the safetensors."""
+    files = checkpoint(variant)
+    written = write_gguf(variant, files, load_transformers(files).config, tmp_path)
+    from_gguf, from_hf = load_decoder(written), load_decoder(files)
+    assert from_gguf.spec.num_parameters == from_hf.spec.num_parameters
+    torch.testing.assert_close(dense_logits(from_gguf, PROMPT), dense_logits(from_hf, PROMPT), rtol=1e-4, atol=1e-4)

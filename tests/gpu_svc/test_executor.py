@@ -12,6 +12,7 @@ from support.gpu import BLOCK_TOKENS, Driver, load_decoder, load_torch_decoder
 from gpu_svc.limits import Limits
 from gpu_svc.model.decoder import Decoder
 from gpu_svc.model.torch_decoder import TorchDecoder
+from gpu_svc.model.weights import NormWeights
 from svc_common.model.store import ModelFiles
 from svc_common.plan import (
     ExecutionError,
@@ -197,7 +198,7 @@ def test_logprobs_come_with_the_tokens_that_asked(decoder: Decoder, make_driver:
 
 def test_nan_is_an_error_of_the_device(checkpoint: Callable[[str], ModelFiles], make_driver: MakeDriver) -> None:
     decoder = load_torch_decoder(checkpoint("llama"))
-    nan = decoder.weights.final_norm * torch.nan
+    nan = NormWeights(decoder.weights.final_norm.weight * torch.nan)
     driver = make_driver(TorchDecoder(decoder.spec, replace(decoder.weights, final_norm=nan)))
     result = driver.try_run(whole(1), new_sequences=(new(1, 0, 1, 2),))
     assert result.error is ExecutionError.DEVICE

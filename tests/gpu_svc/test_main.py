@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.stacks import own_environment
 
-from gpu_svc.__main__ import check_kv_sizes
+from gpu_svc.__main__ import check_kv_sizes, check_weights_fit
 from svc_common.config import ConfigError, parse
 from svc_common.model.store import ModelFiles
 
@@ -37,6 +37,12 @@ def test_a_tier_that_holds_no_block_or_exceeds_the_device(
 def test_tiers_that_can_be_had(gpu_kv_bytes: int, host_kv_bytes: int) -> None:
     config = parse({"gpu": {"kv_bytes": gpu_kv_bytes}, "cpu_attn": {"kv_bytes": host_kv_bytes}}, "test")
     check_kv_sizes(config, BLOCK_BYTES, HOST_BLOCK_BYTES, MEMORY_BYTES)
+
+
+def test_weights_that_the_device_cannot_hold() -> None:
+    check_weights_fit("tiny", MEMORY_BYTES, MEMORY_BYTES)
+    with pytest.raises(ConfigError, match="tiny: its weights take 1000001 bytes, the device has 1000000"):
+        check_weights_fit("tiny", MEMORY_BYTES + 1, MEMORY_BYTES)
 
 
 def test_an_address_that_cannot_be_had_is_said(checkpoint: Callable[[str], ModelFiles], tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ GetFiles = Callable[[str], ModelFiles]
 GetReference = Callable[[str], Reference]
 
 PROMPTS = {i: [(i * 53 + j * 31 + j * j) % 257 for j in range(3 + 11 * i)] for i in range(1, 7)}
-HOST_VARIANTS = ("llama", "mistral-window", "qwen2", "qwen3")
+HOST_VARIANTS = ("llama", "mistral-window", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "opt", "qwen2-moe")
 
 
 def assert_reference_tokens(reference: Reference, driver: Driver, prompts: dict[int, list[int]] = PROMPTS) -> None:

@@ -16,7 +16,6 @@ SHAPE = RegionShape(
     exchange_dtype="fp32",
     max_sequences=8,
     softmax_scale=0.2,
-    sliding_window=0,
 )
 TIMEOUT_S = 10.0
 
@@ -84,7 +83,8 @@ class Decodes:
         if self.plane.scales is not None:
             self._take_rounded(self.plane.scales, layer, blocks, last % shape.block_tokens)
             tolerance += INT16_TOLERANCE
-        want = attention(q, self.pool[layer], tables, context, shape.softmax_scale, shape.sliding_window)
+        window = shape.sliding_windows[layer] if shape.sliding_windows else 0
+        want = attention(q, self.pool[layer], tables, context, shape.softmax_scale, window, shape.softcap)
         np.testing.assert_allclose(decode(out), want, rtol=0, atol=tolerance)
 
     def _take_rounded(self, scales: np.ndarray, layer: int, blocks: np.ndarray, offsets: np.ndarray) -> None:  # type: ignore[type-arg]

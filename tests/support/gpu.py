@@ -64,7 +64,80 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-dynamic": ("Llama", {"rope_parameters": _ROPE | {"rope_type": "dynamic", "factor": 2.0}}),
     "mistral-window": ("Mistral", {"sliding_window": 7}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2-windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
+    "gemma2": (
+        "Gemma2",
+        {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 3.0},
+    ),
+    "gemma3": (
+        "Gemma3",
+        {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 16, "num_hidden_layers": 7},
+    ),
+    "gemma3-linear": (
+        "Gemma3",
+        {
+            "head_dim": 16,
+            "sliding_window": 5,
+            "query_pre_attn_scalar": 24,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+            "final_logit_softcapping": 5.0,
+        },
+    ),
+    "phi3": ("Phi3", {"pad_token_id": 0, "sliding_window": 20}),
+    "phi3-longrope": (
+        "Phi3",
+        {
+            "pad_token_id": 0,
+            "max_position_embeddings": 2048,
+            "original_max_position_embeddings": 256,
+            "rope_parameters": _ROPE
+            | {
+                "rope_type": "longrope",
+                "short_factor": [1.0, 1.5, 2.5],
+                "long_factor": [1.0, 3.0, 9.0],
+                "partial_rotary_factor": 0.75,
+            },
+        },
+    ),
+    "opt": ("OPT", {"ffn_dim": 80, "init_std": 0.3}),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "qwen2-moe": (
+        "Qwen2Moe",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+        },
+    ),
+    "qwen2-moe-dense": (
+        "Qwen2Moe",
+        {
+            "num_hidden_layers": 4,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+            "norm_topk_prob": True,
+        },
+    ),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {
+            "head_dim": 16,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+        },
+    ),
 }
 
 
@@ -73,7 +146,8 @@ def save_checkpoint(variant: str, directory: Path, **save_options: Any) -> Model
     import transformers
 
     family, options = VARIANTS[variant]
-    config = getattr(transformers, f"{family}Config")(**(_COMMON | options))
+    config_name = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
+    config = getattr(transformers, config_name)(**(_COMMON | options))
     torch.manual_seed(len(variant))
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     for name, parameter in model.named_parameters():

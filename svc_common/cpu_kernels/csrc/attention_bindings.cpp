@@ -45,11 +45,11 @@ float* scales_of(nb::handle array, const TensorView& blocks) {
 
 // What all work on one kind of cache has in common.
 struct Attention {
-    Attention(const Shape& shape, float softcap, const std::string& instruction_set, ThreadPool& threads)
+    Attention(const Shape& shape, const std::string& instruction_set, ThreadPool& threads)
         : shape(shape),
           heads{shape.num_q_heads, shape.num_kv_heads},
           kernel_shape(make_kernel_shape(heads, shape.head_dim, shape.block_tokens, shape.kv_dtype,
-                                         shape.exchange_dtype, shape.softmax_scale, softcap)),
+                                         shape.exchange_dtype, shape.softmax_scale, shape.softcap)),
           threads(threads),
           decode(choose_kernel(instruction_set), heads, kernel_shape, threads),
           prefill(choose_kernel(instruction_set), heads, kernel_shape, threads) {}
@@ -102,7 +102,7 @@ struct DecodeWork {
           num_blocks(count_blocks(make_batch(context_tokens, block_tables), attention.shape)),
           plan({static_cast<std::int32_t>(context.size()), context.data(), tables.data(),
                 static_cast<std::int32_t>(block_tables.shape(1))},
-               attention.heads, attention.kernel_shape, attention.shape.sliding_window, attention.threads.resize()) {}
+               attention.heads, attention.kernel_shape, attention.shape.sliding_windows[0], attention.threads.resize()) {}
     DecodeWork(const DecodeWork&) = delete;
 
     void run(nb::handle q_array, nb::handle layer_array, nb::handle out_array, nb::handle scales_array) {
@@ -134,7 +134,7 @@ struct PrefillWork {
     PrefillWork(Attention& attention, std::int32_t start, std::int32_t num_tokens, const Int32Vector& block_table)
         : attention(attention),
           table(block_table.data(), block_table.data() + block_table.size()),
-          chunk{start, num_tokens, attention.shape.sliding_window, table.data()} {
+          chunk{start, num_tokens, attention.shape.sliding_windows[0], table.data()} {
         require(start >= 0 && num_tokens >= 1, "start must not be negative, num_tokens at least 1");
         const std::int32_t end = start + num_tokens;
         num_blocks = count_blocks({1, &end, table.data(), static_cast<std::int32_t>(table.size())}, attention.shape);
@@ -239,10 +239,10 @@ void make_attention(Attention* self, std::int32_t num_q_heads, std::int32_t num_
                       parse_dtype(exchange_dtype),
                       1,
                       softmax_scale,
-                      sliding_window};
+                      softcap,
+                      {sliding_window}};
     shape.check();
-    require(softcap >= 0.0f, "softcap must not be negative");
-    new (self) Attention(shape, softcap, instruction_set, threads);
+    new (self) Attention(shape, instruction_set, threads);
 }
 
 }  // namespace

@@ -41,7 +41,7 @@ struct LayerTensors {
 // Throws PlaneError where a number is out of range.
 void check_decodes(const DecodeBatch& batch, const Shape& shape, std::int32_t num_blocks);
 
-// Scores are not capped: no model served so far does.
+// Scores count as they are.
 inline constexpr float no_softcap = 0.0f;
 
 KernelShape make_kernel_shape(const HeadCounts& heads, std::int32_t head_dim, std::int32_t block_tokens,

@@ -5,35 +5,49 @@
 #include <optional>
 #include <vector>
 
+#include "experts.h"
 #include "linear.h"
 
 namespace neoflex {
 
 struct DecoderShape {
     std::int32_t hidden_size;
-    std::int32_t intermediate_size;
     std::int32_t num_q_heads;
     std::int32_t num_kv_heads;
     std::int32_t head_dim;
-    std::int32_t rotary_dim;
+    std::int32_t rotary_dim;  // 0: heads are not rotated
     float norm_eps;
+    Activation activation;  // of all MLPs
 
     std::int32_t q_size() const { return num_q_heads * head_dim; }
     std::int32_t qkv_size() const { return (num_q_heads + 2 * num_kv_heads) * head_dim; }
 };
 
-// Matrices are [out, in]; what the model lacks is null.
+// With a bias LayerNorm, without one RMSNorm.
+struct NormParameters {
+    const float* weight;
+    const float* bias;
+};
+
+// A layer without its MLP. Matrices are [out, in]; what the model lacks is null.
 struct LayerParameters {
-    const float* attention_norm;
+    NormParameters attention_norm;
     const float* qkv;
     const float* qkv_bias;
     const float* q_norm;
     const float* k_norm;
     const float* output;
     const float* output_bias;
-    const float* mlp_norm;
-    const float* gate_up;
-    const float* gate_up_bias;
+    NormParameters post_attention_norm;  // of what attention adds to hidden; RMSNorm
+    NormParameters mlp_norm;
+    NormParameters post_mlp_norm;  // of what the MLP adds; RMSNorm
+};
+
+// `up` [inner_size, hidden_size], or where the activation is gated [2 * inner_size, hidden_size] with the gates first.
+struct MlpParameters {
+    std::int32_t inner_size;
+    const float* up;
+    const float* up_bias;
     const float* down;
     const float* down_bias;
 };
@@ -43,10 +57,18 @@ class DecoderLinear {
   public:
     DecoderLinear(const DecoderShape& shape, DType weight_type, ThreadPool& threads, const LinearKernel& kernel);
 
-    // Copies everything. Layers come in order.
+    // These copy everything. Layers come in order, after each its MLP: one, or a router and all its experts, after
+    // which one may follow that is shared.
     void add_layer(const LayerParameters& layer);
+    void set_mlp(const MlpParameters& mlp);
+    // `router` [num_experts, hidden_size].
+    void set_router(const float* router, std::int32_t num_experts, std::int32_t experts_per_token, bool normalised);
+    void add_expert(const MlpParameters& mlp);
+    // `gate` [hidden_size].
+    void set_shared_expert(const MlpParameters& mlp, const float* gate);
     // `embedding` [vocab_size, hidden_size]; `head` like it, or null where the two are one.
-    void set_vocabulary(const float* embedding, const float* head, const float* final_norm, std::int32_t vocab_size);
+    void set_vocabulary(const float* embedding, const float* head, const NormParameters& final_norm,
+                        std::int32_t vocab_size);
 
     const DecoderShape& shape() const { return shape_; }
     std::int32_t vocab_size() const { return vocab_size_; }
@@ -66,13 +88,26 @@ class DecoderLinear {
     void logits(const float* hidden, std::int32_t n, float* logits);
 
   private:
+    struct OwnedNorm {
+        std::vector<float> weight, bias;
+        bool absent() const { return weight.empty(); }
+        std::size_t num_bytes() const { return (weight.size() + bias.size()) * sizeof(float); }
+    };
     struct Layer {
-        std::vector<float> attention_norm, q_norm, k_norm, mlp_norm;
-        PackedMatrix qkv, output, gate_up, down;
+        OwnedNorm attention_norm, post_attention_norm, mlp_norm, post_mlp_norm;
+        std::vector<float> q_norm, k_norm;
+        PackedMatrix qkv, output;
+        std::optional<Mlp> mlp;
+        std::optional<Experts> experts;
     };
 
+    PackedMatrix pack(const float* weights, const float* bias, std::int32_t rows, std::int32_t depth);
+    Mlp pack(const MlpParameters& mlp);
+    OwnedNorm copied_norm(const NormParameters& norm) const;
     void reserve(std::int32_t n);
-    void normalise(const float* rows, std::int32_t n, const std::vector<float>& weight);
+    void normalise(const float* rows, std::int32_t n, const OwnedNorm& norm, const float* residual, float* out);
+    void run_mlp(const Mlp& mlp, const float* rows, std::int32_t n, const float* residual, float* out);
+    void run_experts(const Experts& experts, std::int32_t n, float* hidden);
 
     DecoderShape shape_;
     DType weight_type_;
@@ -82,10 +117,14 @@ class DecoderLinear {
     std::vector<Layer> layers_;
     std::optional<PackedMatrix> embedding_;
     std::optional<PackedMatrix> head_;  // none: tied
-    std::vector<float> final_norm_;
+    OwnedNorm final_norm_;
     std::int32_t vocab_size_ = 0;
     std::vector<float> normed_;  // [n, hidden_size]
-    std::vector<float> inner_;   // [n, intermediate_size]
+    std::vector<float> inner_;   // [n, the MLP's inner size]
+    std::vector<float> branch_;  // [n, hidden_size], what is still to be normalised or weighted
+    std::vector<float> scores_;  // [n, num_experts], or [n] of a shared expert
+    std::vector<float> gathered_;  // [n, hidden_size], the rows of one expert
+    std::vector<std::vector<Route>> routes_;
 };
 
 }  // namespace neoflex

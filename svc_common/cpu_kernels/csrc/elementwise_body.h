@@ -9,12 +9,12 @@
 namespace neoflex {
 namespace {
 
-// x / (1 + e^-x); the exponent is kept where a power of two stays normal.
+// x / (1 + e^-z); the exponent is kept where a power of two stays normal.
 template <typename S>
-[[gnu::always_inline]] inline typename S::Vec silu(typename S::Vec x) {
+[[gnu::always_inline]] inline typename S::Vec times_sigmoid(typename S::Vec x, typename S::Vec z) {
     const auto limit = S::set(-126.0f);
     // In this order NaN stays NaN.
-    auto exponent = S::max(limit, S::mul(x, S::set(1.44269504088896341f)));
+    auto exponent = S::max(limit, S::mul(z, S::set(1.44269504088896341f)));
     exponent = S::max(limit, S::sub(S::zero(), exponent));
     const auto whole = S::round(exponent);
     const auto f = S::sub(exponent, whole);
@@ -29,6 +29,20 @@ template <typename S>
     power = S::fma(power, f, S::set(1.0f));
     return S::div(x, S::add(S::set(1.0f), S::times_power_of_two(power, whole)));
 }
+
+template <typename S>
+struct Silu {
+    [[gnu::always_inline]] static typename S::Vec of(typename S::Vec x) { return times_sigmoid<S>(x, x); }
+};
+
+// x / 2 * (1 + tanh(u)) = x / (1 + e^-2u) with u = sqrt(2 / pi) * (x + 0.044715 x^3) (Hendrycks and Gimpel, GELU, 2016).
+template <typename S>
+struct GeluTanh {
+    [[gnu::always_inline]] static typename S::Vec of(typename S::Vec x) {
+        const auto inner = S::fma(S::mul(x, x), S::set(2.0f * 0.79788456f * 0.044715f), S::set(2.0f * 0.79788456f));
+        return times_sigmoid<S>(x, S::mul(x, inner));
+    }
+};
 
 template <typename S>
 void store(const float* sums, std::int32_t num_rows, std::int32_t num_columns, const float* bias,
@@ -51,7 +65,7 @@ void store(const float* sums, std::int32_t num_rows, std::int32_t num_columns, c
     }
 }
 
-template <typename S>
+template <typename S, typename Gate>
 void store_gated(const float* sums, std::int32_t num_rows, std::int32_t num_columns, const float* bias, float* out,
                  std::size_t out_stride) {
     constexpr std::int32_t half = S::panel_columns / 2;
@@ -66,10 +80,31 @@ void store_gated(const float* sums, std::int32_t num_rows, std::int32_t num_colu
                 gate = S::add(gate, S::load(bias + c));
                 up = S::add(up, S::load(bias + half + c));
             }
-            S::store(gated + c, S::mul(silu<S>(gate), up));
+            S::store(gated + c, S::mul(Gate::of(gate), up));
         }
         if (gated == last)
             for (std::int32_t c = 0; c < num_columns; ++c) row[c] = last[c];
+    }
+}
+
+template <typename S>
+void store_relu(const float* sums, std::int32_t num_rows, std::int32_t num_columns, const float* bias, float* out,
+                std::size_t out_stride) {
+    store<S>(sums, num_rows, num_columns, bias, nullptr, out, out_stride);
+    for (std::int32_t r = 0; r < num_rows; ++r, out += out_stride)
+        for (std::int32_t c = 0; c < num_columns; ++c)
+            if (out[c] < 0.0f) out[c] = 0.0f;  // NaN stays.
+}
+
+template <typename S>
+void store_activated(Activation activation, const float* sums, std::int32_t num_rows, std::int32_t num_columns,
+                     const float* bias, float* out, std::size_t out_stride) {
+    switch (activation) {
+        case Activation::silu_gated:
+            return store_gated<S, Silu<S>>(sums, num_rows, num_columns, bias, out, out_stride);
+        case Activation::gelu_tanh_gated:
+            return store_gated<S, GeluTanh<S>>(sums, num_rows, num_columns, bias, out, out_stride);
+        default: return store_relu<S>(sums, num_rows, num_columns, bias, out, out_stride);
     }
 }
 
@@ -91,7 +126,7 @@ float inverse_rms(const float* row, std::int32_t width, float eps) {
 }
 
 template <typename S>
-void normalise(const float* row, std::int32_t width, const float* weight, float eps, float* out) {
+void normalise_row(const float* row, std::int32_t width, const float* weight, float eps, float* out) {
     const float factor = inverse_rms<S>(row, width, eps);
     std::int32_t i = 0;
     for (; i + S::width <= width; i += S::width)
@@ -100,10 +135,65 @@ void normalise(const float* row, std::int32_t width, const float* weight, float 
 }
 
 template <typename S>
-void rms_norm(const float* rows, std::int32_t num_rows, std::int32_t width, const float* weight, float eps,
-              float* out) {
-    for (std::int32_t r = 0; r < num_rows; ++r, rows += width, out += width)
-        normalise<S>(rows, width, weight, eps, out);
+float sum_of(const float* row, std::int32_t width) {
+    auto sums = S::zero();
+    std::int32_t i = 0;
+    for (; i + S::width <= width; i += S::width) sums = S::add(sums, S::load(row + i));
+    float sum = S::reduce_add(sums);
+    for (; i < width; ++i) sum += row[i];
+    return sum;
+}
+
+template <typename S>
+float squares_around(const float* row, std::int32_t width, float mean) {
+    auto sums = S::zero();
+    std::int32_t i = 0;
+    for (; i + S::width <= width; i += S::width) {
+        const auto x = S::sub(S::load(row + i), S::set(mean));
+        sums = S::fma(x, x, sums);
+    }
+    float sum = S::reduce_add(sums);
+    for (; i < width; ++i) sum += (row[i] - mean) * (row[i] - mean);
+    return sum;
+}
+
+template <typename S>
+void centre_row(const Norm& norm, const float* row, std::int32_t width, float* out) {
+    const float mean = sum_of<S>(row, width) / static_cast<float>(width);
+    const float variance = squares_around<S>(row, width, mean) / static_cast<float>(width);
+    const float factor = 1.0f / __builtin_sqrtf(variance + norm.eps);
+    std::int32_t i = 0;
+    for (; i + S::width <= width; i += S::width) {
+        const auto x = S::mul(S::sub(S::load(row + i), S::set(mean)), S::set(factor));
+        S::store(out + i, S::fma(x, S::load(norm.weight + i), S::load(norm.bias + i)));
+    }
+    for (; i < width; ++i) out[i] = (row[i] - mean) * factor * norm.weight[i] + norm.bias[i];
+}
+
+template <typename S>
+void add_normalised_row(const Norm& norm, const float* row, std::int32_t width, const float* residual, float* out) {
+    const float factor = inverse_rms<S>(row, width, norm.eps);
+    std::int32_t i = 0;
+    for (; i + S::width <= width; i += S::width) {
+        const auto x = S::mul(S::mul(S::load(row + i), S::set(factor)), S::load(norm.weight + i));
+        S::store(out + i, S::add(x, S::load(residual + i)));
+    }
+    for (; i < width; ++i) out[i] = row[i] * factor * norm.weight[i] + residual[i];
+}
+
+template <typename S>
+void normalise(const Norm& norm, const float* rows, std::int32_t num_rows, std::int32_t width, const float* residual,
+               float* out) {
+    for (std::int32_t r = 0; r < num_rows; ++r, rows += width, out += width) {
+        if (residual != nullptr) {
+            add_normalised_row<S>(norm, rows, width, residual, out);
+            residual += width;
+        } else if (norm.centred) {
+            centre_row<S>(norm, rows, width, out);
+        } else {
+            normalise_row<S>(rows, width, norm.weight, norm.eps, out);
+        }
+    }
 }
 
 template <typename S>
@@ -131,7 +221,7 @@ void rotate(const HeadRows& heads, float* row, std::int32_t begin, std::int32_t 
     for (std::int32_t h = begin; h < end && h < heads.num_q_heads + heads.num_kv_heads; ++h) {
         float* head = row + static_cast<std::size_t>(h) * heads.head_dim;
         const float* norm = h < heads.num_q_heads ? heads.q_norm : heads.k_norm;
-        if (norm != nullptr) normalise<S>(head, heads.head_dim, norm, heads.norm_eps, head);
+        if (norm != nullptr) normalise_row<S>(head, heads.head_dim, norm, heads.norm_eps, head);
         rotate_head<S>(head, heads.rotary_dim / 2, cos, sin);
     }
 }

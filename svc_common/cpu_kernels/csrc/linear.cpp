@@ -106,10 +106,10 @@ std::byte* WeightArena::allocate(std::size_t num_bytes) {
 }
 
 PackedMatrix::PackedMatrix(const LinearKernel& kernel, WeightArena& arena, const float* weights, const float* bias,
-                           std::int32_t num_columns, std::int32_t depth, DType type, bool gated)
-    : kernel_(&kernel), num_columns_(num_columns), depth_(depth), type_(type), gated_(gated) {
+                           std::int32_t num_columns, std::int32_t depth, DType type, Activation activation)
+    : kernel_(&kernel), num_columns_(num_columns), depth_(depth), type_(type), activation_(activation) {
     const std::int32_t panel_columns = kernel.panel_columns;
-    if (gated && num_columns % 2 != 0) throw std::invalid_argument("a gated matrix has an even number of rows");
+    if (gated() && num_columns % 2 != 0) throw std::invalid_argument("a gated matrix has an even number of rows");
     const std::size_t padded_depth = round_up(depth, type == DType::bf16 ? 2 : 1);
     panel_bytes_ = round_up(padded_depth * panel_columns * dtype_bytes(type), line_bytes);
     panels_ = arena.allocate(num_panels() * panel_bytes_);
@@ -122,7 +122,7 @@ PackedMatrix::PackedMatrix(const LinearKernel& kernel, WeightArena& arena, const
 }
 
 std::int32_t PackedMatrix::row_of(std::int32_t panel, std::int32_t column) const {
-    const bool second = gated_ && column >= panel_outputs();
+    const bool second = gated() && column >= panel_outputs();
     const std::int32_t output = panel * panel_outputs() + (second ? column - panel_outputs() : column);
     if (output >= num_outputs()) return -1;
     return second ? num_outputs() + output : output;
@@ -195,8 +195,8 @@ void Product::multiply_panel(std::int32_t first_row, std::int32_t end_row, std::
     const float* bias = matrix_.bias_.empty() ? nullptr : matrix_.bias_.data() + panel * kernel_.panel_columns;
     const std::size_t stride = matrix_.num_outputs();
     const std::size_t corner = first_row * stride + first;
-    if (matrix_.gated_) {
-        kernel_.store_gated(sums, num_rows, count, bias, out + corner, stride);
+    if (matrix_.activation_ != Activation::none) {
+        kernel_.store_activated(matrix_.activation_, sums, num_rows, count, bias, out + corner, stride);
     } else {
         kernel_.store(sums, num_rows, count, bias, residual == nullptr ? nullptr : residual + corner, out + corner,
                       stride);

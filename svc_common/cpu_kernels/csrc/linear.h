@@ -18,6 +18,10 @@ const std::vector<const LinearKernel*>& runnable_linear_kernels();
 // The kernel of that name, or the fastest for "auto". Throws std::invalid_argument where it does not run here.
 const LinearKernel& choose_linear_kernel(const std::string& instruction_set);
 
+constexpr bool is_gated(Activation activation) {
+    return activation == Activation::silu_gated || activation == Activation::gelu_tanh_gated;
+}
+
 // Memory for weights, in huge pages where the system allows them: weights are read from end to end again and again,
 // which with small pages costs a table look-up every few hundred nanoseconds. Freed as a whole.
 class WeightArena {
@@ -46,15 +50,16 @@ class PackedMatrix {
     // first half of its rows and what they gate in the second; a panel holds half a panel of each. Packed for
     // products by `kernel`.
     PackedMatrix(const LinearKernel& kernel, WeightArena& arena, const float* weights, const float* bias,
-                 std::int32_t num_columns, std::int32_t depth, DType type, bool gated);
+                 std::int32_t num_columns, std::int32_t depth, DType type, Activation activation);
 
     const LinearKernel& kernel() const { return *kernel_; }
     std::int32_t num_columns() const { return num_columns_; }
     std::int32_t depth() const { return depth_; }
-    bool gated() const { return gated_; }
+    bool gated() const { return is_gated(activation_); }
+    Activation activation() const { return activation_; }
     // Columns of a product: half as many where gates are applied.
-    std::int32_t num_outputs() const { return gated_ ? num_columns_ / 2 : num_columns_; }
-    std::int32_t panel_outputs() const { return kernel_->panel_columns / (gated_ ? 2 : 1); }
+    std::int32_t num_outputs() const { return gated() ? num_columns_ / 2 : num_columns_; }
+    std::int32_t panel_outputs() const { return kernel_->panel_columns / (gated() ? 2 : 1); }
     std::int32_t num_panels() const { return (num_outputs() + panel_outputs() - 1) / panel_outputs(); }
     std::size_t num_bytes() const { return num_panels() * panel_bytes_ + bias_.size() * sizeof(float); }
     // Row `row` of the matrix, [depth], widened. Not of a gated one.
@@ -72,7 +77,7 @@ class PackedMatrix {
     std::int32_t num_columns_;
     std::int32_t depth_;
     DType type_;
-    bool gated_;
+    Activation activation_;
     std::size_t panel_bytes_;
     std::byte* panels_;
     std::vector<float> bias_;  // in the order of the panels' columns, padded; empty: none
@@ -92,8 +97,8 @@ class Product {
         take_rows(rows, resources);
     }
 
-    // rows . matrix^T + bias + residual, on all threads; gates are applied. `out` [num_rows, num_outputs]; `residual`
-    // is null or like `out`. The product is made in pieces that end at multiples of `unit` panels, and after each
+    // rows . matrix^T + bias + residual, on all threads, or what the matrix's activation makes of it without a residual.
+    // `out` [num_rows, num_outputs]; `residual` is null or like `out`. The product is made in pieces that end at multiples of `unit` panels, and after each
     // finish(first_row, end_row, first_output, end_output) is called on the thread that made it.
     template <typename Finish>
     void run(const float* residual, float* out, std::int32_t unit, Finish&& finish) const {

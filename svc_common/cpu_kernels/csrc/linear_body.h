@@ -194,7 +194,7 @@ template <typename S>
 constexpr LinearKernel make_linear_kernel(const char* name) {
     static_assert(S::panel_columns <= max_panel_columns && S::panel_columns % (2 * S::width) == 0);
     return {name,      S::panel_columns, S::rounds_rows, &round_row<S>, &accumulate<S>,
-            &store<S>, &store_gated<S>,  &rms_norm<S>,   &rotate<S>,    &argmax<S>};
+            &store<S>, &store_activated<S>, &normalise<S>, &rotate<S>,    &argmax<S>};
 }
 
 }  // namespace

@@ -18,12 +18,24 @@ constexpr std::int32_t max_panel_columns = 32;
 // Rows that are multiplied with a panel at a time: their part of the input stays in the second-level cache.
 constexpr std::int32_t max_block_rows = 96;
 
+// What is made of a product before it is stored. Gated: the first half of its columns are gates, each through the
+// function, of the second half.
+enum class Activation : std::int32_t { none, relu, silu_gated, gelu_tanh_gated };
+
+// A norm over rows of some width. Centred: LayerNorm, which subtracts the mean first; else RMSNorm.
+struct Norm {
+    const float* weight;  // [width]
+    const float* bias;    // [width], null for RMSNorm
+    float eps;
+    bool centred;
+};
+
 // Heads in a row of q, k and v: [num_q_heads + 2 * num_kv_heads, head_dim].
 struct HeadRows {
     std::int32_t num_q_heads;
     std::int32_t num_kv_heads;
     std::int32_t head_dim;
-    std::int32_t rotary_dim;  // even, at most head_dim
+    std::int32_t rotary_dim;  // even, at most head_dim; 0: heads are not rotated
     const float* q_norm;      // [head_dim], null where heads are not normalised
     const float* k_norm;
     float norm_eps;
@@ -46,12 +58,14 @@ struct LinearKernel {
     // it. `bias` has panel_columns.
     void (*store)(const float* sums, std::int32_t num_rows, std::int32_t num_columns, const float* bias,
                   const float* residual, float* out, std::size_t out_stride);
-    // The first half of sums are gates, the second what they gate: out [num_rows, num_columns] = silu(gate) * up.
-    void (*store_gated)(const float* sums, std::int32_t num_rows, std::int32_t num_columns, const float* bias,
-                        float* out, std::size_t out_stride);
-    // out = rows / sqrt(mean(rows^2) + eps) * weight; rows and out [num_rows, width], and out may be rows.
-    void (*rms_norm)(const float* rows, std::int32_t num_rows, std::int32_t width, const float* weight, float eps,
-                     float* out);
+    // out [num_rows, num_columns] = what the activation, not none, makes of sums + bias.
+    void (*store_activated)(Activation, const float* sums, std::int32_t num_rows, std::int32_t num_columns,
+                            const float* bias, float* out, std::size_t out_stride);
+    // out = (rows - mean) / sqrt(mean((rows - mean)^2) + eps) * weight + bias; where the norm is not centred, rows /
+    // sqrt(mean(rows^2) + eps) * weight + residual, and the residual may be null. All [num_rows, width]; out may be rows
+    // or residual.
+    void (*normalise)(const Norm&, const float* rows, std::int32_t num_rows, std::int32_t width,
+                      const float* residual, float* out);
     // Normalises and rotates the q and k heads among heads [begin, end) of one row, in place. `cos` and `sin` are the
     // row's, [rotary_dim / 2].
     void (*rotate)(const HeadRows&, float* row, std::int32_t begin, std::int32_t end, const float* cos,

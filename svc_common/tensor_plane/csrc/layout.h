@@ -15,6 +15,7 @@
 // as soon as its first token is written.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -37,6 +38,7 @@ inline constexpr std::uint64_t region_magic = 0x4e4f494745524e46;  // "FNREGION"
 inline constexpr std::uint32_t layout_version = 3;
 inline constexpr int num_slots = 2;
 inline constexpr int max_head_dim = 256;
+inline constexpr int max_layers = 256;
 inline constexpr std::size_t page_bytes = 4096;
 inline constexpr std::size_t line_bytes = 64;
 inline constexpr std::uint64_t no_iteration = ~std::uint64_t{0};
@@ -64,7 +66,8 @@ struct Shape {
     DType exchange_dtype;
     std::int32_t max_sequences;
     float softmax_scale;
-    std::int32_t sliding_window;  // tokens each query sees, itself included; 0: all
+    float softcap;  // c: a score s counts as c * tanh(s / c); 0: as it is
+    std::array<std::int32_t, max_layers> sliding_windows;  // by layer: tokens each query sees, itself included; 0: all
 
     bool operator==(const Shape&) const = default;
 
@@ -89,7 +92,10 @@ struct Shape {
         if (num_q_heads % num_kv_heads != 0) throw PlaneError("shape: num_kv_heads must divide num_q_heads");
         if (head_dim < 1 || head_dim > max_head_dim) throw PlaneError("shape: head_dim must be in [1, 256]");
         if (exchange_dtype == DType::int8) throw PlaneError("shape: q, k, v and out are not exchanged in int8");
-        if (sliding_window < 0) throw PlaneError("shape: sliding_window must not be negative");
+        if (num_layers > max_layers) throw PlaneError("shape: at most 256 layers");
+        if (!(softcap >= 0.0f)) throw PlaneError("shape: softcap must not be negative");
+        for (std::int32_t window : sliding_windows)
+            if (window < 0) throw PlaneError("shape: a sliding window must not be negative");
     }
 };
 

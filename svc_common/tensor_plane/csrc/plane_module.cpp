@@ -5,6 +5,8 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+
 #include "exchange.h"
 #include "region.h"
 #include "borrowed_tensor.h"
@@ -21,7 +23,8 @@ void check_slot(int slot) {
 
 Shape make_shape(std::int32_t num_layers, std::int32_t num_q_heads, std::int32_t num_kv_heads, std::int32_t head_dim,
                  std::int32_t block_tokens, const std::string& kv_dtype, const std::string& exchange_dtype,
-                 std::int32_t max_sequences, float softmax_scale, std::int32_t sliding_window) {
+                 std::int32_t max_sequences, float softmax_scale, float softcap,
+                 const std::vector<std::int32_t>& sliding_windows) {
     Shape shape{num_layers,
                 num_q_heads,
                 num_kv_heads,
@@ -31,7 +34,12 @@ Shape make_shape(std::int32_t num_layers, std::int32_t num_q_heads, std::int32_t
                 parse_dtype(exchange_dtype),
                 max_sequences,
                 softmax_scale,
-                sliding_window};
+                softcap,
+                {}};
+    if (!sliding_windows.empty() && sliding_windows.size() != static_cast<std::size_t>(num_layers))
+        throw PlaneError("shape: sliding_windows has not one value for each layer");
+    shape.check();  // The layers fit.
+    std::copy(sliding_windows.begin(), sliding_windows.end(), shape.sliding_windows.begin());
     shape.check();
     return shape;
 }
@@ -189,7 +197,7 @@ NB_MODULE(_plane, m) {
     nb::class_<Shape>(m, "Shape", "The attention that is computed over a region.")
         .def_static("make", &make_shape, "num_layers"_a, "num_q_heads"_a, "num_kv_heads"_a, "head_dim"_a,
                     "block_tokens"_a, "kv_dtype"_a, "exchange_dtype"_a, "max_sequences"_a, "softmax_scale"_a,
-                    "sliding_window"_a);
+                    "softcap"_a, "sliding_windows"_a, "`sliding_windows`: one for each layer, or none at all.");
     bind_region(m);
     bind_exchange(m);
     m.def(
