@@ -16,10 +16,10 @@ BATCH = SubBatchLoad(((30, 0),), 2, 400, num_outputs=3)
 
 def make_loop(num_layers: int = 8) -> Loop:
     """CPU attention takes as long as several layers of the batch. One prompt on the GPU, three on the host."""
-    estimator = make_estimator(cpu_token_s=1e-4, num_layers=num_layers)
+    estimator = make_estimator(cpu_token_s=5e-5, num_layers=num_layers)
     loop = Loop(make_capacity(5, 100, max_batch_tokens=64), "decoupled", estimator)
     for _ in range(4):
-        loop.add(12, max_new_tokens=6)
+        loop.add(12, max_new_tokens=8)
     loop.step()
     return loop
 
