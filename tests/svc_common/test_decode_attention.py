@@ -217,7 +217,7 @@ def test_what_does_not_fit_is_refused() -> None:
         DecodeWork(attend, np.array([9, 9], np.int32), tables)
     with pytest.raises(PlaneError, match="must divide"):
         Case(num_q_heads=2, num_kv_heads=3).attention("auto", 1)
-    with pytest.raises(ValueError, match="softcap"):
+    with pytest.raises(PlaneError, match="softcap must not be negative"):
         Case(softcap=-1.0).attention("auto", 1)
     with pytest.raises(ValueError, match='"sse9" does not run here; these do: scalar'):
         case.attention("sse9", 1)
