@@ -134,7 +134,7 @@ async def drive(local: LocalStack, prompts: list[list[int]], num_tokens: int) ->
         total = time.perf_counter() - start
         after = (await client.server_info()).counters
     done = after.since(before)
-    with_cpu = done.asymmetric_iterations + done.same_layer_iterations + done.decoupled_iterations
+    with_cpu = done.offloading_iterations
     return Round(
         len(prompts) * num_tokens / total,
         tuple(ttfts),

@@ -157,6 +157,11 @@ class Counters:
     cpu_threads_grown: int
     cpu_threads_shrunk: int
 
+    @property
+    def offloading_iterations(self) -> int:
+        """Those with sequences attended on the CPU, whatever the mode."""
+        return self.asymmetric_iterations + self.same_layer_iterations + self.decoupled_iterations
+
     def since(self, earlier: "Counters") -> "Counters":
         """What was done between two looks."""
         return Counters(**{name: getattr(self, name) - getattr(earlier, name) for name in self.__dataclass_fields__})

@@ -113,8 +113,13 @@ class Pace:
         if self._is_summed:
             return
         self._is_summed = True
-        for sequence in self._residents:
-            self._add(sequence, sequence.tier)
+        in_time = [sequence for sequence in self._residents if not sequence.is_late]
+        for tier in Tier:
+            contexts = [max(item.num_computed_tokens, item.num_tokens) for item in in_time if item.tier is tier]
+            self._num[tier] = len(contexts)
+            self._context[tier] = sum(contexts) + len(contexts)
+        targets = [item.request.targets.tpot_s for item in in_time if item.request.targets is not None]
+        self._tightest_s = min(targets, default=float("inf"))
         for sequence, tier in self._joined:
             self._add(sequence, tier)
 
@@ -167,7 +172,7 @@ class Pace:
             counts, count = [0], 1
             while count <= self._max_sequences:
                 counts.append(count)
-                count += max(1, count // 4)
+                count += max(1, count // 3)
             rates = [(*self._rate(count, round(count * mean_context)), count) for count in counts]
             fastest = max(rates, key=lambda rate: rate[0])
             if self._num[Tier.HOST] == 0 and fastest[0] < _GAIN * rates[0][0]:

@@ -34,7 +34,7 @@ def test_64_requests_with_a_tenth_of_the_kv_on_the_gpu(start, prompts):
 
     assert asyncio.run(run()) == [NEW_TOKENS] * NUM_REQUESTS
     info = stack.server_info()
-    assert info.counters.asymmetric_iterations > 0
+    assert info.counters.offloading_iterations > 0
     assert info.counters.cpu_attended_tokens > 0
 
     # Accounting: what the processes say they hold.
