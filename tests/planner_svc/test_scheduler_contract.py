@@ -4,11 +4,12 @@ import pytest
 from support.loads import run_load
 from support.planning import NUM_TOKEN_IDS, FakeExecutor
 
+from gpu_svc.cohort import CohortSteps
 from gpu_svc.limits import Limits
 from gpu_svc.sequences import SequenceTable
 from gpu_svc.wire import plan_from_pb
 from planner_svc.wire import plan_to_message
-from svc_common.plan import IterationPlan, IterationResult, Mode, SubBatch
+from svc_common.plan import IterationPlan, IterationResult, Mode
 
 
 class BothExecutors(FakeExecutor):
@@ -24,14 +25,16 @@ class BothExecutors(FakeExecutor):
                 num_host_blocks=size.host_blocks,
                 vocab_size=NUM_TOKEN_IDS,
             )
+            self.cohort_steps = CohortSteps(self.table, self.num_layers)
         received = plan_from_pb(plan_to_message(plan))
+        self.cohort_steps.check_changes(received)
         self.table.apply(received)
         self.table.check_work(received)
+        self.cohort_steps.check_work(received)
         for sub_batch in received.sub_batches:
             self.table.advance(sub_batch)
-        step = received.cohort
-        if step and step.start_layer + step.num_layers == self.num_layers:
-            self.table.advance(SubBatch(cpu_decodes=step.sequence_ids))
+        if received.cohort:
+            self.cohort_steps.advance(received.cohort)
         result = super().run(plan, total_ns)
         assert set(self.table.slot_of) == set(self.sequences)
         return result
