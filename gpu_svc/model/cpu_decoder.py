@@ -108,12 +108,12 @@ class CpuDecoder:
         return hidden
 
     def workspace(self, positions: Tensor) -> Workspace:
-        return Workspace.make(self.spec, len(positions), self._rotaries.cos_sin(positions, self.dtype), self.dtype)
+        return Workspace.make(self.spec, len(positions), self._rotaries.rotations(positions, self.dtype), self.dtype)
 
     def pre_attention(self, layer: int, hidden: Tensor, workspace: Workspace) -> None:
-        cos, sin = workspace.rotations[self._rotaries.of_layer[layer]]
-        qkv = workspace.qkv.data_ptr()
-        self._native.pre_attention(layer, _address(hidden), cos.data_ptr(), sin.data_ptr(), hidden.shape[0], qkv)
+        rotation = workspace.rotations[self._rotaries.of_layer[layer]]
+        cos, sin, qkv = rotation.cos_address, rotation.sin_address, workspace.qkv.data_ptr()
+        self._native.pre_attention(layer, _address(hidden), cos, sin, hidden.shape[0], qkv)
 
     def post_attention(self, layer: int, attention: Tensor, hidden: Tensor) -> Tensor:
         self._native.post_attention(layer, _address(attention), hidden.shape[0], _address(hidden))

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from gpu_svc.model.rope import Rotation
 from svc_common.model.spec import ModelSpec
 
 
@@ -16,17 +17,15 @@ from svc_common.model.spec import ModelSpec
 class Workspace:
     """What one sub-batch needs in every layer; made once per iteration."""
 
-    rotations: tuple[tuple[Tensor, Tensor], ...]  # cos and sin by kind of layer, each [n, 1, rotary_dim / 2]
+    rotations: tuple[Rotation, ...]  # by kind of layer
     qkv: Tensor  # [n, num_q_heads + 2 * num_kv_heads, head_dim], written by pre_attention
     q: Tensor  # [n, num_q_heads, head_dim], a view of qkv
     kv: Tensor  # [n, 2, num_kv_heads, head_dim], a view of qkv: K and V stay together as in the KV cache
 
     @classmethod
-    def make(
-        cls, spec: ModelSpec, num_tokens: int, rotations: tuple[tuple[Tensor, Tensor], ...], dtype: torch.dtype
-    ) -> "Workspace":
+    def make(cls, spec: ModelSpec, num_tokens: int, rotations: tuple[Rotation, ...], dtype: torch.dtype) -> "Workspace":
         num_heads = spec.num_q_heads + 2 * spec.num_kv_heads
-        qkv = torch.empty((num_tokens, num_heads, spec.head_dim), dtype=dtype, device=rotations[0][0].device)
+        qkv = torch.empty((num_tokens, num_heads, spec.head_dim), dtype=dtype, device=rotations[0].cos.device)
         kv = qkv[:, spec.num_q_heads :].view(-1, 2, spec.num_kv_heads, spec.head_dim)
         return cls(rotations, qkv, qkv[:, : spec.num_q_heads], kv)
 

@@ -1,6 +1,7 @@
 """Rotary embedding: frequencies from a RopeSpec once, cosines and sines once per sub-batch, rotation per layer."""
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -39,6 +40,16 @@ class Rotary:
         return 1.0 / theta ** _exponents(rope.rotary_dim).to(points.device)
 
 
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """Cosines and sines of a sub-batch's positions, and where they lie: asking torch costs time in every layer."""
+
+    cos: Tensor  # [n, 1, rotary_dim / 2], contiguous
+    sin: Tensor  # like cos
+    cos_address: int
+    sin_address: int
+
+
 class Rotaries:
     """All rotary embeddings of a model: one, or another for layers with a sliding window."""
 
@@ -47,15 +58,16 @@ class Rotaries:
         self._rotaries = [None if rope is None else Rotary(rope, device) for rope in kinds]
         self._none = torch.empty((0, 1, 0), device=device)
         self.of_layer = [kinds.index(layer.rope) for layer in spec.layers]
-        """By layer: which of the pairs of `cos_sin` is its."""
+        """By layer: which of the `rotations` is its."""
 
-    def cos_sin(self, positions: Tensor, dtype: torch.dtype) -> tuple[tuple[Tensor, Tensor], ...]:
-        """As Rotary.cos_sin, contiguous; empty where a model has no rotary embedding."""
-        pairs = []
+    def rotations(self, positions: Tensor, dtype: torch.dtype) -> tuple[Rotation, ...]:
+        """Of positions [n], int64, by kind of layer; empty tensors where there is no rotary embedding."""
+        rotations = []
         for rotary in self._rotaries:
             cos, sin = (self._none, self._none) if rotary is None else rotary.cos_sin(positions, dtype)
-            pairs.append((cos.contiguous(), sin.contiguous()))
-        return tuple(pairs)
+            cos, sin = cos.contiguous(), sin.contiguous()
+            rotations.append(Rotation(cos, sin, cos.data_ptr(), sin.data_ptr()))
+        return tuple(rotations)
 
 
 def rotate_(heads: Tensor, cos: Tensor, sin: Tensor) -> None:

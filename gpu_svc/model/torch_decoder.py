@@ -33,7 +33,7 @@ class TorchDecoder:
         return hidden
 
     def workspace(self, positions: Tensor) -> Workspace:
-        return Workspace.make(self.spec, len(positions), self._rotaries.cos_sin(positions, self.dtype), self.dtype)
+        return Workspace.make(self.spec, len(positions), self._rotaries.rotations(positions, self.dtype), self.dtype)
 
     def pre_attention(self, layer: int, hidden: Tensor, workspace: Workspace) -> None:
         spec, weights = self.spec, self.weights.layers[layer]
@@ -51,7 +51,8 @@ class TorchDecoder:
             ):
                 view.copy_(F.rms_norm(view, (spec.head_dim,), weight, spec.norm_eps))
         if spec.rope is not None:
-            rotate_(heads[:, :num_rotated], *workspace.rotations[self._rotaries.of_layer[layer]])
+            rotation = workspace.rotations[self._rotaries.of_layer[layer]]
+            rotate_(heads[:, :num_rotated], rotation.cos, rotation.sin)
 
     def post_attention(self, layer: int, attention: Tensor, hidden: Tensor) -> Tensor:
         weights = self.weights.layers[layer]
