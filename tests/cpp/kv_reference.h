@@ -118,7 +118,8 @@ class Cache {
   private:
     std::size_t place(std::size_t block, std::int32_t token, int value, std::int32_t head, std::int32_t d) const {
         const std::int32_t n = case_.block_tokens, dim = case_.head_dim;
-        const std::size_t base = block * shape_.block_stride + value * shape_.value_offset + std::size_t{1} * head * n * dim;
+        const std::size_t base =
+            block * shape_.block_stride + value * shape_.value_offset + head * head_block_elements(shape_);
         const bool is_int8 = case_.kv_dtype == DType::int8;
         if (value == 1) {
             const bool paired = is_int8 && token < n / 2 * 2;

@@ -16,8 +16,8 @@ constexpr DType exchange_dtypes[] = {DType::fp32, DType::fp16, DType::bf16};
 // Of bounds that fp32 rounds.
 constexpr double rounding = 1 + 5e-5;
 
-// Of an output of about 1: what its own type rounds, the scores' rounding in proportion to their cap, and in int8 queries
-// and weights of 16 bits.
+// Of an output of about 1: what its own type rounds, the scores' rounding in proportion to their cap, and in int8
+// queries and weights of 16 bits.
 double tolerance(const Case& what) {
     const double exact = what.exchange_dtype == DType::fp32 ? 8e-6 : what.exchange_dtype == DType::fp16 ? 2e-3 : 2e-2;
     return exact + 4e-7 * what.softcap + (what.kv_dtype == DType::int8 ? 3e-4 : 0.0);
@@ -82,7 +82,8 @@ void check_decode(const std::string& text, const Case& what, const Kernel& kerne
     DecodeAttention attention(kernel, what.heads, what.shape(), threads);
     DecodePlan plan(batch, what.heads, what.shape(), what.sliding_window, threads.num_running());
     const std::size_t stride = std::size_t{1} * num_heads * what.head_dim;
-    attention.run(plan, {cache.blocks().pool, cache.blocks().scales, q.data(), stride, nullptr, nullptr, out.data(), stride});
+    const Blocks kv = cache.blocks();
+    attention.run(plan, {kv.pool, kv.scales, q.data(), stride, nullptr, nullptr, out.data(), stride});
     for (std::int32_t s = 0; s < num; ++s)
         for (std::int32_t h = 0; h < num_heads; ++h) {
             const std::size_t row = (std::size_t{1} * s * num_heads + h) * head_bytes;
@@ -160,11 +161,12 @@ void test_int8_is_rounded_as_by_the_scalar_kernel(const Kernel& kernel, ThreadPo
         const auto kv = encode(what.exchange_dtype, numbers);
         plain.write(scalar_kernel, threads, kv, 1);
         other.write(kernel, threads, kv, 1);
+        const std::string text = what.text(kernel.name) + ", one by one";
         for (std::int32_t t = 0; t < 30; ++t)
             for (int value = 0; value < 2; ++value)
                 for (std::int32_t h = 0; h < 2; ++h)
                     for (std::int32_t d = 0; d < 37; ++d)
-                        check_near(what.text(kernel.name), other.number(t, value, h, d), plain.number(t, value, h, d), 0.0);
+                        check_near(text, other.number(t, value, h, d), plain.number(t, value, h, d), 0.0);
     }
 }
 
