@@ -10,7 +10,7 @@ SOURCES := $(PACKAGES) tests benchmarks
 BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints.txt \
 	$(shell find proto svc_common cpu_attn_svc \( -name '*.proto' -o -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt \) 2>/dev/null)
 
-.PHONY: help demo test lint types imports protos format model unit integration bench-serve bench-kernel sanitize bench-hop bench-overlap bench-executor bench-planner bench-baselines bench-estimate bench-realtime clean
+.PHONY: help demo test lint types imports protos format model unit integration bench-serve bench-kernel sanitize cross bench-hop bench-overlap bench-executor bench-planner bench-baselines bench-estimate bench-realtime clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 
@@ -47,6 +47,9 @@ integration: $(VENV)/.dev model ## Tests with the real services and the real mod
 
 sanitize: $(VENV)/.dev ## C++ tests under the address, undefined-behaviour and thread sanitizers
 	@sh tools/sanitize.sh $(abspath $(BIN))
+
+cross: $(VENV)/.dev ## C++ tests compiled for AArch64, with the NEON kernels, in an emulator
+	@sh tools/cross.sh $(abspath $(BIN))
 
 format: $(VENV)/.dev ## Rewrite the source in the project's style
 	$(BIN)/ruff check --fix $(SOURCES)

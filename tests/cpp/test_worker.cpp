@@ -9,7 +9,7 @@
 
 #include "check.h"
 #include "exchange.h"
-#include "half.h"
+#include "numbers.h"
 #include "temporary.h"
 #include "worker.h"
 
@@ -18,26 +18,6 @@ using namespace neoflex;
 namespace {
 
 using std::chrono::seconds;
-
-// Reads and writes numbers of a type, as kernels round them.
-float load(DType dtype, const std::byte* from, std::size_t index) {
-    if (dtype == DType::fp32) return reinterpret_cast<const float*>(from)[index];
-    if (dtype == DType::fp16) return to_float(reinterpret_cast<const Half*>(from)[index]);
-    return to_float(reinterpret_cast<const BFloat*>(from)[index]);
-}
-
-void store(DType dtype, std::byte* to, std::size_t index, float value) {
-    if (dtype == DType::fp32) return store_one(reinterpret_cast<float*>(to) + index, value);
-    if (dtype == DType::fp16) return store_one(reinterpret_cast<Half*>(to) + index, value);
-    store_one(reinterpret_cast<BFloat*>(to) + index, value);
-}
-
-float rounded(DType dtype, float value) {
-    if (dtype == DType::int8) return value;  // Rounded beside others, so only nearly so.
-    std::byte bytes[4];
-    store(dtype, bytes, 0, value);
-    return load(dtype, bytes, 0);
-}
 
 // Of an output of about 1, by the type it is rounded to. In int8, keys and values of up to 4 or so are off by some
 // hundredths.

@@ -2,26 +2,11 @@
 
 #include <stdexcept>
 
+#include "processor.h"
+
 namespace neoflex {
 
 namespace {
-
-#if defined(NEOFLEX_X86)
-// Asks for the processor's features and for the operating system's support of their registers.
-bool has_avx2() {
-    __builtin_cpu_init();
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-}
-
-bool has_avx512() {
-    return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-}
-
-bool has_avx512_bf16() {
-    return has_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
-}
-#endif
 
 bool always() { return true; }
 

@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "half.h"
+#include "processor.h"
 
 namespace neoflex {
 
@@ -33,16 +34,9 @@ std::size_t round_up(std::size_t value, std::size_t step) { return (value + step
 std::vector<const LinearKernel*> find_runnable() {
     std::vector<const LinearKernel*> kernels{&scalar_linear_kernel};
 #if defined(NEOFLEX_X86)
-    // Asks for the processor's features and for the operating system's support of their registers.
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
-        kernels.push_back(&avx2_linear_kernel);
-        if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
-            kernels.push_back(&avx512_linear_kernel);
-            if (__builtin_cpu_supports("avx512bf16")) kernels.push_back(&avx512_bf16_linear_kernel);
-        }
-    }
+    if (has_avx2()) kernels.push_back(&avx2_linear_kernel);
+    if (has_avx512()) kernels.push_back(&avx512_linear_kernel);
+    if (has_avx512_bf16()) kernels.push_back(&avx512_bf16_linear_kernel);
 #endif
 #if defined(NEOFLEX_NEON)
     kernels.push_back(&neon_linear_kernel);  // part of AArch64

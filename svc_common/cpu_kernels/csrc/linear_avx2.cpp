@@ -10,7 +10,6 @@ struct LinearAvx2 : Avx2 {
     static constexpr int panel_columns = 16;
     static constexpr bool rounds_rows = false;
 
-    static Vec div(Vec a, Vec b) { return _mm256_div_ps(a, b); }
     static Vec load_first(const BFloat* pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(load_pairs(pairs), 16)); }
     static Vec load_second(const BFloat* pairs) {
         const __m256i high = _mm256_set1_epi32(static_cast<int>(0xffff0000u));

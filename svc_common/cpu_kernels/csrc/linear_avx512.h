@@ -13,7 +13,6 @@ struct LinearAvx512 : Avx512 {
     static constexpr int panel_columns = 32;
     static constexpr bool rounds_rows = false;
 
-    static Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
     static Vec load_first(const BFloat* pairs) {
         return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(pairs), 16));
     }

@@ -10,7 +10,6 @@ struct LinearNeon : Neon {
     static constexpr int panel_columns = 16;
     static constexpr bool rounds_rows = false;
 
-    static Vec div(Vec a, Vec b) { return vdivq_f32(a, b); }
     static Vec load_first(const BFloat* pairs) { return vreinterpretq_f32_u32(vshlq_n_u32(load_pairs(pairs), 16)); }
     static Vec load_second(const BFloat* pairs) {
         return vreinterpretq_f32_u32(vandq_u32(load_pairs(pairs), vdupq_n_u32(0xffff0000u)));

@@ -9,7 +9,6 @@ struct LinearScalar : Scalar {
     static constexpr int panel_columns = 16;
     static constexpr bool rounds_rows = false;
 
-    static Vec div(Vec a, Vec b) { return a / b; }
     static Vec load_first(const BFloat* pair) { return to_float(pair[0]); }
     static Vec load_second(const BFloat* pair) { return to_float(pair[1]); }
 };
