@@ -36,7 +36,7 @@ class Reservation:
                 schedule_token(sequence, end_s)
             if sequence.num_unscheduled == 0:
                 self.placement.note_spent(sequence)
-        return tuple(sequence.sequence_id for sequence in with_output)
+        return tuple([sequence.sequence_id for sequence in with_output])
 
     def _give_host_blocks(self, batch: Batch) -> None:
         """Those promised to decodes that run; a cohort gets them when its step begins."""

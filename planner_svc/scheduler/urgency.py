@@ -1,5 +1,7 @@
 """When tokens are due, and who is in a hurry; the only place that knows what targets mean."""
 
+from operator import attrgetter
+
 from planner_svc.scheduler.sequence import Sequence
 
 MAX_PASSED_OVER = 8
@@ -10,6 +12,8 @@ BATCH_TTFT_S = 60.0
 """A request without targets takes its place among others as if its first token were due then."""
 AGED_TTFTS = 20
 """A prompt that has waited this many times its target comes before all others."""
+
+_hurry = attrgetter("is_late", "due_s")
 
 
 def arrive(sequence: Sequence, now: float) -> None:
@@ -44,6 +48,13 @@ def take_first_token(sequence: Sequence, now: float) -> None:
 def is_aged(sequence: Sequence) -> bool:
     """Whether it has been passed over for too long."""
     return sequence.num_passed_over >= (MAX_LATE_PASSED_OVER if sequence.is_late else MAX_PASSED_OVER)
+
+
+def order_decodes(sequences: list[Sequence]) -> None:
+    """Sorts them, given by arrival: those passed over for too long, then by when they are due, then the late ones."""
+    sequences.sort(key=_hurry)
+    if any(is_aged(sequence) for sequence in sequences if sequence.num_passed_over):
+        sequences.sort(key=lambda sequence: not is_aged(sequence))
 
 
 def is_aged_prompt(sequence: Sequence, now: float) -> bool:
