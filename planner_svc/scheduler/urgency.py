@@ -1,5 +1,6 @@
 """When tokens are due, and who is in a hurry; the only place that knows what targets mean."""
 
+from collections.abc import Iterable
 from operator import attrgetter
 
 from planner_svc.scheduler.sequence import Sequence
@@ -23,16 +24,17 @@ def arrive(sequence: Sequence, now: float) -> None:
     sequence.due_s = now + (targets.ttft_s if targets else BATCH_TTFT_S)
 
 
-def schedule_token(sequence: Sequence, end_s: float) -> None:
-    """Its next token is to come at `end_s`; the one after it becomes due."""
-    targets = sequence.request.targets
-    if targets is None:
-        return
-    if sequence.first_token_s is None:
-        sequence.first_token_s = end_s
-        sequence.due_s = end_s + targets.tpot_s
-    else:
-        sequence.due_s += targets.tpot_s
+def schedule_tokens(sequences: Iterable[Sequence], end_s: float) -> None:
+    """The next token of each is to come at `end_s`; the one after it becomes due."""
+    for sequence in sequences:
+        targets = sequence.request.targets
+        if targets is None:
+            continue
+        if sequence.first_token_s is None:
+            sequence.first_token_s = end_s
+            sequence.due_s = end_s + targets.tpot_s
+        else:
+            sequence.due_s += targets.tpot_s
 
 
 def take_first_token(sequence: Sequence, now: float) -> None:
