@@ -288,7 +288,8 @@ class Engine:
     def _refusal(self, error: AdmissionError, prompt_field: str) -> ServiceError:
         if error.reason is AdmissionReason.QUEUE_FULL:
             return refusals.queue_full(error.limit, self._place_free_s())
-        if error.reason is AdmissionReason.EXCEEDS_KV and self._expects_host and not self._has_host():
+        has_host = self._capacity is not None and self._capacity.host_blocks > 0
+        if error.reason is AdmissionReason.EXCEEDS_KV and self._expects_host and not has_host:
             text = "the request needs the KV cache of the CPU attention service, which is not attached now"
             return unavailable("CPU_ATTENTION_LOST", text, _RETRY_S)
         return refusals.never_fits(error, prompt_field)
@@ -296,6 +297,3 @@ class Engine:
     def _place_free_s(self) -> float:
         """Until a request is likely to end."""
         return self._finish_rate.retry_after_s(time.monotonic())
-
-    def _has_host(self) -> bool:
-        return self._capacity is not None and self._capacity.host_blocks > 0

@@ -1,4 +1,4 @@
-"""What callers are told when the scheduler refuses their request."""
+"""What callers are told when their request is refused for want of room or time."""
 
 from planner_svc.counters import bounded_retry_s
 from planner_svc.scheduler import AdmissionError, AdmissionReason, LateError
@@ -9,6 +9,13 @@ def queue_full(limit: int, retry_s: float) -> ServiceError:
     """`limit` requests wait; a place is likely to be free after `retry_s`."""
     return resource_exhausted(
         "QUEUE_FULL", f"{limit} requests are waiting already", "planner.max_waiting_requests", retry_s
+    )
+
+
+def too_long(field: str, num_tokens: int, limit: int) -> ServiceError:
+    """A prompt that leaves no room for a token."""
+    return invalid_argument(
+        field, f"must be at most {limit - 1} tokens, is {num_tokens}: the context holds {limit}", "CONTEXT_EXCEEDED"
     )
 
 

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from neoflex.v1 import inference_pb2 as pb
 from planner_svc.classes import ServiceClasses
 from planner_svc.durations import seconds_of
+from planner_svc.refusals import too_long
 from planner_svc.request_class import parse_class
 from planner_svc.scheduler import ServiceClass, Targets
 from planner_svc.violations import Violations
-from svc_common.errors import ServiceError, invalid_argument
+from svc_common.errors import invalid_argument
 from svc_common.plan import Sampling
 
 MAX_REQUEST_ID_CHARACTERS = 128
@@ -187,13 +188,6 @@ def check_vocabulary(field: str, token_ids: tuple[int, ...], limits: Limits) -> 
             f"holds token {beyond}, which this tokenizer adds to a model that has {limits.vocab_size} tokens",
             "OUTSIDE_VOCABULARY",
         )
-
-
-def too_long(field: str, num_tokens: int, limit: int) -> ServiceError:
-    """A prompt that leaves no room for a token."""
-    return invalid_argument(
-        field, f"must be at most {limit - 1} tokens, is {num_tokens}: the context holds {limit}", "CONTEXT_EXCEEDED"
-    )
 
 
 def _check_sampling(options: pb.SamplingOptions, bad: Violations) -> None:

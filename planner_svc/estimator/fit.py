@@ -7,6 +7,7 @@ of the way, too: a processor that others slow down is slower at everything, also
 
 from collections.abc import Sequence
 from math import sqrt
+from operator import add
 
 _LOWEST, _HIGHEST = 0.25, 4.0
 """One stall, or one wrong clock, must not put a mode out of reach."""
@@ -41,6 +42,7 @@ class Fit:
         self._correlation = [
             [1.0 if i == j else _COMMON * one * other for j, other in enumerate(first)] for i, one in enumerate(first)
         ]
+        self._drifts = [[_DRIFT_VARIANCE * value for value in row] for row in self._correlation]
         self._covariance: list[list[float]] = []
         self._forget()
 
@@ -76,9 +78,8 @@ class Fit:
     def _drift(self) -> None:
         """Certainty fades, but never below what was known at the start."""
         covariance = self._covariance
-        for row, correlation in zip(covariance, self._correlation, strict=True):
-            for j, value in enumerate(correlation):
-                row[j] += _DRIFT_VARIANCE * value
+        for row, drift in zip(covariance, self._drifts, strict=True):
+            row[:] = map(add, row, drift)
         for i, row in enumerate(covariance):
             if row[i] > _PRIOR_VARIANCE:
                 scale = sqrt(_PRIOR_VARIANCE / row[i])
@@ -97,8 +98,7 @@ class Fit:
             lowest, highest = self._bounds[i]
             self.values[i] = min(highest, max(lowest, self.values[i] + gain * error))
             row = self._covariance[i]
-            for j, other in enumerate(columns):
-                row[j] -= gain * other
+            row[:] = [value - gain * other for value, other in zip(row, columns, strict=True)]
 
 
 def _dot(left: Sequence[float], right: Sequence[float]) -> float:

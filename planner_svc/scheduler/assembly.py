@@ -93,8 +93,11 @@ class Assembly:
     def _longest_s(self, work: Work, decodes: Decodes, start_s: float) -> float:
         """Until the first due token that can still come in time; inf where there is none."""
         earliest_s = start_s + work.seconds(Shape(0, 0)) * self._calibration.factor(Mode.GPU_ONLY)
-        due = [item.due_s for item in (*decodes.gpu, *decodes.host) if item.due_s >= earliest_s and bounds(item)]
-        return min(due, default=float("inf")) - start_s
+        first_due_s = float("inf")
+        for item in (*decodes.gpu, *decodes.host):
+            if earliest_s <= item.due_s < first_due_s and bounds(item):
+                first_due_s = item.due_s
+        return first_due_s - start_s
 
     def _pace(self, prefill_per_decode: float) -> Pace:
         return Pace(

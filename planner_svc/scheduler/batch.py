@@ -65,7 +65,10 @@ class Batch:
             return Mode.DECOUPLED
         if not self.num_cpu_decodes:
             return Mode.GPU_ONLY
-        return Mode.ASYMMETRIC if len(self.sub_batches()) == 2 else Mode.SAME_LAYER
+        is_split = (self.chunks[0] or self.gpu_decodes or self.cpu_decodes[0]) and (
+            self.chunks[1] or self.cpu_decodes[1]
+        )
+        return Mode.ASYMMETRIC if is_split else Mode.SAME_LAYER
 
     @property
     def has_work(self) -> bool:

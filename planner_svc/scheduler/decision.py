@@ -47,8 +47,8 @@ class Decision:
     """The shape to run and what is thought of it."""
 
     shape: Shape
-    uncalibrated_s: float
-    """The estimator's word."""
+    predicted_s: float
+    """How long it takes."""
 
 
 def decide(
@@ -96,8 +96,7 @@ class _Chooser:
 
     def worth(self, decision: Decision) -> float:
         """Useful tokens per second; less than any other where a due token comes too late."""
-        shape = decision.shape
-        predicted_s = max(_SHORTEST_S, decision.uncalibrated_s * self._calibration.factor(shape.mode))
+        shape, predicted_s = decision.shape, max(_SHORTEST_S, decision.predicted_s)
         worth = (self._work.num_decodes(shape) + self._limits.prefill_worth * shape.num_prefill_tokens) / predicted_s
         return worth if predicted_s <= self._limits.longest_s else -predicted_s
 
@@ -126,7 +125,7 @@ class _Chooser:
         has_decodes = self._work.gpu_decodes or num_cpu_decodes or num_cohort_layers
         if num_tokens == 0 and not has_decodes and self._num_prefill:
             num_tokens = self._num_prefill  # Nothing is due: it was a prompt's own deadline.
-        return Decision(make(num_tokens), self._work.seconds(make(num_tokens)))
+        return Decision(make(num_tokens), self._predicted_s(make(num_tokens)))
 
     def _num_wanted(self, make: Callable[[int], Shape]) -> int:
         """Prefill tokens that cost little, or what due first tokens need if that is more."""
@@ -140,8 +139,8 @@ class _Chooser:
             num_decodes = max(limits.num_paced, self._work.num_decodes(shape))
             return min(max(wanted, math.ceil(_LEAD * num_decodes / limits.prefill_worth)), self._num_prefill)
         for _ in range(3):
-            seconds = self._work.seconds(make(min(wanted, self._num_prefill)))
-            wanted = max(wanted, round(limits.prefill_tokens_per_s * seconds))
+            predicted_s = self._predicted_s(make(min(wanted, self._num_prefill)))
+            wanted = max(wanted, round(limits.prefill_tokens_per_s * predicted_s))
         return min(wanted, self._num_prefill)
 
     def largest(self, lowest: int, highest: int, is_split: bool) -> int:
@@ -162,10 +161,7 @@ class _Chooser:
     def _most(self, lowest: int, highest: int, make: Callable[[int], Shape]) -> int:
         if self._limits.longest_s == float("inf"):
             return highest
+        return last_fitting(lowest, highest, lambda count: self._predicted_s(make(count)) <= self._limits.longest_s)
 
-        def fits(count: int) -> bool:
-            shape = make(count)
-            seconds = self._work.seconds(shape) * self._calibration.factor(shape.mode)
-            return seconds <= self._limits.longest_s
-
-        return last_fitting(lowest, highest, fits)
+    def _predicted_s(self, shape: Shape) -> float:
+        return self._work.seconds(shape) * self._calibration.factor(shape.mode)

@@ -1,14 +1,13 @@
 """What applying a result tells the engine, and what was counted so far."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from svc_common.plan import TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
-    """One more token of a sequence."""
+class TokenEvent(NamedTuple):
+    """One more token of a sequence. A tuple: a result brings hundreds, and a frozen dataclass takes twice as long."""
 
     sequence_id: int
     token_id: int

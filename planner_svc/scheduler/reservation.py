@@ -7,7 +7,7 @@ from planner_svc.scheduler.events import Tally
 from planner_svc.scheduler.placement import Placement
 from planner_svc.scheduler.residency import Residency
 from planner_svc.scheduler.sequence import Sequence
-from planner_svc.scheduler.urgency import schedule_token
+from planner_svc.scheduler.urgency import schedule_tokens
 from planner_svc.scheduler.waiting import WaitingQueue
 
 
@@ -32,11 +32,10 @@ class Reservation:
         with_output = batch.sequences_with_output()
         for sequence in with_output:
             sequence.num_in_flight += 1
-            if sequence.request.targets is not None:
-                schedule_token(sequence, end_s)
             if sequence.num_unscheduled == 0:
                 self.placement.note_spent(sequence)
-        return tuple(sequence.sequence_id for sequence in with_output)
+        schedule_tokens(with_output, end_s)
+        return tuple([sequence.sequence_id for sequence in with_output])
 
     def _give_host_blocks(self, batch: Batch) -> None:
         """Those promised to decodes that run; a cohort gets them when its step begins."""

@@ -1,10 +1,8 @@
 """Owns the queues and both block allocators: `plan` makes an IterationPlan, `apply` takes its result."""
 
-from collections import deque
-from dataclasses import dataclass
 from typing import Literal
 
-from planner_svc.estimator import Calibration, Estimator, Question
+from planner_svc.estimator import Calibration, Estimator
 from planner_svc.scheduler.admission import AdmissionError, AdmissionReason, check
 from planner_svc.scheduler.assembly import Assembly
 from planner_svc.scheduler.batch import Batch
@@ -13,33 +11,16 @@ from planner_svc.scheduler.costs import Costs
 from planner_svc.scheduler.decision import decide
 from planner_svc.scheduler.events import Applied, Counters, Tally, TokenEvent
 from planner_svc.scheduler.forecast import Forecast
+from planner_svc.scheduler.in_flight import InFlight, Planned
 from planner_svc.scheduler.limits import Capacity, ModePolicy
 from planner_svc.scheduler.pace import Mix
 from planner_svc.scheduler.placement import Placement
 from planner_svc.scheduler.reservation import Reservation
 from planner_svc.scheduler.residency import Residency
 from planner_svc.scheduler.sequence import Sequence, SequenceRequest, State
-from planner_svc.scheduler.urgency import arrive, is_aged, take_first_token
+from planner_svc.scheduler.urgency import arrive, order_decodes, take_first_token
 from planner_svc.scheduler.waiting import WaitingQueue
-from svc_common.plan import IterationPlan, IterationResult, Mode, Tier
-
-MAX_UNAPPLIED = 2
-"""One plan runs, one waits."""
-
-
-@dataclass(frozen=True, slots=True)
-class _InFlight:
-    """A plan whose result is still to come."""
-
-    iteration: int
-    mode: Mode
-    computes: bool
-    """False: it only releases or moves."""
-    question: Question
-    """What the estimator was asked."""
-    expected: tuple[int, ...]
-    """Sequences that get a token, in the result's order."""
-    predicted_s: float
+from svc_common.plan import IterationPlan, IterationResult, Tier
 
 
 class Scheduler:
@@ -68,7 +49,7 @@ class Scheduler:
         self._capacity = capacity
         self._epoch = epoch
         self._iteration = 0
-        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight = InFlight()
         self._queue = WaitingQueue()
         self._residency = Residency(capacity)
         self._costs = Costs(capacity, self._calibration)
@@ -78,8 +59,6 @@ class Scheduler:
         self._cohort = Cohort(self._residency)
         self._nothing_to_plan = False
         """The last attempt found nothing, and nothing has changed since."""
-        self._running_since_s = 0.0
-        """When the oldest plan in flight began, as far as is known."""
         self._assembly = Assembly(
             capacity,
             self._calibration,
@@ -98,7 +77,7 @@ class Scheduler:
         check(request, self._capacity, self._policy)
         if len(self._queue) >= self._max_waiting:
             raise AdmissionError(AdmissionReason.QUEUE_FULL, "requests", self._max_waiting)
-        self._forecast.check(request, self._start_s(now), now)
+        self._forecast.check(request, self._in_flight.start_s(now), now)
         sequence = Sequence(self._next_id, request)
         self._next_id += 1
         arrive(sequence, now)
@@ -131,7 +110,7 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """False: `plan` would return None. True: it is worth asking; an answer of None then lasts until a change."""
-        if len(self._in_flight) == MAX_UNAPPLIED or self._nothing_to_plan:
+        if self._in_flight.is_full or self._nothing_to_plan:
             return False
         return bool(self._live or self._residency.changes or self._cohort.is_under_way)
 
@@ -147,28 +126,26 @@ class Scheduler:
         self._forecast.note_overdue(self._queue.refresh(now))
         placement.retire_spent()
         placement.swap_in()
-        start_s = self._start_s(now)
+        start_s = self._in_flight.start_s(now)
         decodes = placement.reserve_decodes(self._capacity.max_batch_tokens, cohort.members)
-        decodes.host.sort(key=lambda item: (not is_aged(item), item.is_late, item.due_s, item.sequence_id))
+        order_decodes(decodes.host)
         work, limits, held_back = self._assembly.collect(decodes, cohort, start_s)
         decision = decide(work, limits, self._calibration, self._policy, start_s, cohort.is_under_way)
         batch = work.batch(decision.shape)
         passed_over = [] if batch.cohort else work.cpu_decodes[decision.shape.num_cpu_decodes :]
         for sequence in (*passed_over, *held_back):
             sequence.num_passed_over += 1
-        predicted_s = decision.uncalibrated_s * self._calibration.factor(batch.mode)
-        expected = self._reservation.take(batch, start_s + predicted_s)
+        expected = self._reservation.take(batch, start_s + decision.predicted_s)
         self._account(batch, now)
         self._nothing_to_plan = not (batch.has_work or residency.changes)
         if self._nothing_to_plan:
             return None
-        if not self._in_flight:
-            self._running_since_s = now
         self._iteration += 1
-        self._in_flight.append(
-            _InFlight(self._iteration, batch.mode, batch.has_work, work.question(decision.shape), expected, predicted_s)
+        plan = self._make_plan(batch, decision.predicted_s)
+        question = work.question(decision.shape)
+        self._in_flight.add(
+            Planned(plan.iteration, plan.mode, batch.has_work, question, expected, plan.predicted_s), now
         )
-        plan = self._make_plan(batch, predicted_s)
         if batch.cohort:
             cohort.take(batch.cohort)
         return plan
@@ -180,10 +157,6 @@ class Scheduler:
         self._forecast.note_plan(sum(len(new.token_ids) for new in admitted), now)
         if not self._queue.shares.is_single:
             self._queue.shares.charge(batch)
-
-    def _start_s(self, now: float) -> float:
-        """When the next plan will begin to run: after those in flight."""
-        return max(now, self._running_since_s + sum(plan.predicted_s for plan in self._in_flight))
 
     def _make_plan(self, batch: Batch, predicted_s: float) -> IterationPlan:
         changes = self._residency.take_changes()
@@ -213,15 +186,7 @@ class Scheduler:
         """
         if result.epoch != self._epoch:
             return Applied()
-        planned = self._in_flight[0] if self._in_flight else None
-        if result.error is not None:
-            raise ValueError(f"iteration {result.iteration} failed, its tokens can't be applied: {result.error.value}")
-        if planned is None or result.iteration != planned.iteration:
-            raise ValueError(f"iteration {result.iteration} is not the one expected next")
-        if tuple(sequence_id for sequence_id, _ in result.tokens) != planned.expected:
-            raise ValueError(f"iteration {result.iteration} yields tokens of other sequences than planned")
-        self._in_flight.popleft()
-        self._running_since_s = now
+        planned = self._in_flight.take(result, now)
         self._nothing_to_plan = False
         if planned.computes:
             self._calibration.observe(planned.mode, planned.question, result.timings)

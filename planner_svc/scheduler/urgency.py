@@ -1,5 +1,8 @@
 """When tokens are due, and who is in a hurry; the only place that knows what targets mean."""
 
+from collections.abc import Iterable
+from operator import attrgetter
+
 from planner_svc.scheduler.sequence import Sequence
 
 MAX_PASSED_OVER = 8
@@ -11,6 +14,8 @@ BATCH_TTFT_S = 60.0
 AGED_TTFTS = 20
 """A prompt that has waited this many times its target comes before all others."""
 
+_hurry = attrgetter("is_late", "due_s")
+
 
 def arrive(sequence: Sequence, now: float) -> None:
     """Its first token becomes due."""
@@ -19,16 +24,17 @@ def arrive(sequence: Sequence, now: float) -> None:
     sequence.due_s = now + (targets.ttft_s if targets else BATCH_TTFT_S)
 
 
-def schedule_token(sequence: Sequence, end_s: float) -> None:
-    """Its next token is to come at `end_s`; the one after it becomes due."""
-    targets = sequence.request.targets
-    if targets is None:
-        return
-    if sequence.first_token_s is None:
-        sequence.first_token_s = end_s
-        sequence.due_s = end_s + targets.tpot_s
-    else:
-        sequence.due_s += targets.tpot_s
+def schedule_tokens(sequences: Iterable[Sequence], end_s: float) -> None:
+    """The next token of each is to come at `end_s`; the one after it becomes due."""
+    for sequence in sequences:
+        targets = sequence.request.targets
+        if targets is None:
+            continue
+        if sequence.first_token_s is None:
+            sequence.first_token_s = end_s
+            sequence.due_s = end_s + targets.tpot_s
+        else:
+            sequence.due_s += targets.tpot_s
 
 
 def take_first_token(sequence: Sequence, now: float) -> None:
@@ -44,6 +50,13 @@ def take_first_token(sequence: Sequence, now: float) -> None:
 def is_aged(sequence: Sequence) -> bool:
     """Whether it has been passed over for too long."""
     return sequence.num_passed_over >= (MAX_LATE_PASSED_OVER if sequence.is_late else MAX_PASSED_OVER)
+
+
+def order_decodes(sequences: list[Sequence]) -> None:
+    """Sorts them, given by arrival: those passed over for too long, then by when they are due, then the late ones."""
+    sequences.sort(key=_hurry)
+    if any(is_aged(sequence) for sequence in sequences if sequence.num_passed_over):
+        sequences.sort(key=lambda sequence: not is_aged(sequence))
 
 
 def is_aged_prompt(sequence: Sequence, now: float) -> bool:

@@ -13,7 +13,7 @@ from planner_svc.scheduler.order import in_order
 from planner_svc.scheduler.pace import Pace
 from planner_svc.scheduler.sequence import Sequence, State
 from planner_svc.scheduler.shares import Shares
-from planner_svc.scheduler.urgency import AGED_TTFTS, arrive, is_aged, schedule_token, take_first_token
+from planner_svc.scheduler.urgency import AGED_TTFTS, arrive, is_aged, schedule_tokens, take_first_token
 from planner_svc.scheduler.waiting import WaitingQueue
 from svc_common.plan import IterationResult, PrefillChunk, Sampling, Tier, Timings
 
@@ -49,9 +49,9 @@ def ids(sequences: list[Sequence]) -> list[int]:
 def test_tokens_are_due_one_by_one_from_when_the_first_really_came():
     sequence = prompt(1, 10, arrival_s=5.0)
     assert sequence.due_s == 6.0
-    schedule_token(sequence, end_s=5.5)
+    schedule_tokens([sequence], end_s=5.5)
     assert sequence.due_s == pytest.approx(5.6)
-    schedule_token(sequence, end_s=5.55)
+    schedule_tokens([sequence], end_s=5.55)
     take_first_token(sequence, now=5.75)
     assert sequence.due_s == pytest.approx(5.75 + 2 * 0.1)
     assert not sequence.is_late
@@ -59,7 +59,7 @@ def test_tokens_are_due_one_by_one_from_when_the_first_really_came():
 
 def test_a_late_first_token_loses_the_targets_and_gets_more_patience():
     sequence = prompt(1, 10)
-    schedule_token(sequence, end_s=0.9)
+    schedule_tokens([sequence], end_s=0.9)
     take_first_token(sequence, now=1.1)
     assert sequence.is_late
     sequence.num_passed_over = 8
