@@ -99,7 +99,7 @@ def make_executor(config: Config) -> Executor:
     host_dtype = None if config.kv.host_dtype == "auto" else KV_DTYPES[config.kv.host_dtype]
     shape = KvShape.of(spec, config.kv.block_tokens, kv_dtype, host_dtype)
     check_kv_sizes(config, shape.block_bytes, shape.host_block_bytes, _memory_bytes(device))
-    executor = Executor(decoder, shape, config.gpu.kv_bytes, _table_cache(config))
+    executor = Executor(decoder, shape, config.gpu.kv_bytes, table_cache(config))
     logger.info(
         "%s (%s) on %s with %d threads: %s, KV %s, on the host %s; weights %d bytes; GPU KV %d blocks of %d bytes "
         "in %d",
@@ -118,8 +118,14 @@ def make_executor(config: Config) -> Executor:
     return executor
 
 
-def _table_cache(config: Config) -> TableCache | None:
+def table_cache(config: Config) -> TableCache | None:
+    """None where operations are to be measured at each start."""
     if config.gpu.profile == "always":
+        return None
+    try:
+        directory = default_cache_dir() / "profiles"
+    except ModelNotFoundError as error:
+        logger.warning("measured operations are not kept: %s", error)
         return None
     kernels = Path(cpu_kernels.__file__).parent.glob("*.so")
     machine = {
@@ -128,7 +134,7 @@ def _table_cache(config: Config) -> TableCache | None:
         "torch": torch.__version__,
         "kernels": digest(kernels),
     }
-    return TableCache(default_cache_dir() / "profiles", machine)
+    return TableCache(directory, machine)
 
 
 async def _serve(config: Config, executor: Executor) -> None:

@@ -154,7 +154,7 @@ def tables_from_json(document: dict[str, Any]) -> Tables:
     """What `tables_to_json` made. Raises ValueError for anything else."""
     try:
         message = json_format.ParseDict(document, pb.OperationTables())
-    except json_format.ParseError as error:
+    except (json_format.ParseError, OverflowError) as error:
         raise ValueError(str(error)) from error
     tables = Tables(
         linear=tuple((p.num_tokens, p.seconds) for p in message.linear),
@@ -173,6 +173,8 @@ def tables_from_json(document: dict[str, Any]) -> Tables:
         math.isfinite(v) and v >= 0 for v in (*values, *(v for table in points for point in table for v in point))
     ):
         raise ValueError("a value is negative or no number")
+    if not all(point[0] >= 1 for table in points for point in table):
+        raise ValueError("a point of nothing")
     if not (tables.linear and tables.head):
         raise ValueError("tables without a point")
     return tables

@@ -78,7 +78,7 @@ def _set_stopping(stopping: pb.StoppingOptions, options: GenerateOptions) -> Non
     stopping.stop_token_ids.extend(options.get("stop_token_ids", ()))
     stopping.ignore_eos = options.get("ignore_eos", False)
     if (time_limit_s := options.get("time_limit_s")) is not None:
-        stopping.time_limit.FromNanoseconds(round(time_limit_s * 1e9))
+        _set_duration(stopping.time_limit, "time_limit_s", time_limit_s)
 
 
 def _set_targets(request: pb.GenerateRequest, options: GenerateOptions) -> None:
@@ -91,8 +91,8 @@ def _set_targets(request: pb.GenerateRequest, options: GenerateOptions) -> None:
 def _set_duration(duration: Duration, name: str, seconds: float) -> None:
     try:
         duration.FromNanoseconds(round(seconds * 1e9))
-    except (ValueError, OverflowError) as error:
-        raise ValueError(f"{name}: {seconds} is no duration") from error
+    except (ValueError, OverflowError, TypeError) as error:
+        raise ValueError(f"{name}: {seconds!r:.40} is no duration") from error
 
 
 def chat(messages: Sequence[Message | Mapping[str, str]]) -> pb.Chat:

@@ -217,6 +217,8 @@ class Config(Section):
             raise ValueError(f'planner.mode "{self.planner.mode}" needs cpu_attn.kv_bytes greater than 0')
         if self.kv.host_dtype != "auto" and self.cpu_attn.kv_bytes == 0:
             raise ValueError(f'kv.host_dtype "{self.kv.host_dtype}" needs cpu_attn.kv_bytes greater than 0')
+        if self.cpu_attn.elastic and self.cpu_attn.kv_bytes == 0:
+            raise ValueError("cpu_attn.elastic needs cpu_attn.kv_bytes greater than 0")
         if self.planner.mode == "gpu_only" and self.gpu.kv_bytes == 0:
             raise ValueError('planner.mode "gpu_only" needs gpu.kv_bytes greater than 0')
         return self
@@ -266,7 +268,7 @@ def _complaint(item: ErrorDetails) -> str:
     match item["type"]:
         case "extra_forbidden":
             return "unknown key"
-        case "model_type":
+        case "model_type" | "dict_type":
             return f"must be a table of keys, is {value!r}"
         case "byte_size" | "byte_size_unit":
             return _no_size(value)

@@ -7,7 +7,7 @@ failure or a retry delay where they apply. `ErrorInterceptor`, part of every Grp
 import functools
 import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,12 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 DOMAIN = "neoflex"
+
+# gRPC drops a trailer of more than 8 KiB and reports an error of its own in its place. There, text is percent-encoded,
+# up to three times as long, and stands a second time in the details, in base64.
+_TEXT_BYTES = 1000
+_DESCRIPTION_BYTES = 500
+_VIOLATIONS_BYTES = 2000
 
 logger = logging.getLogger(__name__)
 
@@ -96,28 +102,46 @@ def _internal() -> ServiceError:
 
 
 def to_status(error: ServiceError) -> status_pb2.Status:
-    """The failure as google.rpc.Status, details included."""
+    """The failure as google.rpc.Status, details included; what is too long for a trailer is shortened."""
     details: list[Message] = [error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN)]
+    text = _shortened(error.text, _TEXT_BYTES)
     if error.violations:
-        violation_type = error_details_pb2.BadRequest.FieldViolation
-        details.append(
-            error_details_pb2.BadRequest(
-                field_violations=[violation_type(field=v.field, description=v.description) for v in error.violations]
-            )
-        )
+        details.append(error_details_pb2.BadRequest(field_violations=_violation_messages(error.violations)))
     if error.quota_subject:
-        violation = error_details_pb2.QuotaFailure.Violation(subject=error.quota_subject, description=error.text)
+        violation = error_details_pb2.QuotaFailure.Violation(subject=error.quota_subject, description=text)
         details.append(error_details_pb2.QuotaFailure(violations=[violation]))
     if error.retry_after_s is not None:
         delay = duration_pb2.Duration()
         delay.FromNanoseconds(round(error.retry_after_s * 1e9))
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
-    status = status_pb2.Status(code=error.code.value[0], message=error.text)
+    status = status_pb2.Status(code=error.code.value[0], message=text)
     for detail in details:
         packed = any_pb2.Any()
         packed.Pack(detail)
         status.details.append(packed)
     return status
+
+
+def _violation_messages(
+    violations: Iterable[FieldViolation],
+) -> list[error_details_pb2.BadRequest.FieldViolation]:
+    """The first ones, as far as there is room."""
+    messages: list[error_details_pb2.BadRequest.FieldViolation] = []
+    num_bytes = 0
+    for violation in violations:
+        description = _shortened(violation.description, _DESCRIPTION_BYTES)
+        message = error_details_pb2.BadRequest.FieldViolation(field=violation.field, description=description)
+        num_bytes += message.ByteSize()
+        if num_bytes > _VIOLATIONS_BYTES:
+            break
+        messages.append(message)
+    return messages
+
+
+def _shortened(text: str, num_bytes: int) -> str:
+    """At most so many bytes in UTF-8."""
+    encoded = text.encode()
+    return text if len(encoded) <= num_bytes else encoded[: num_bytes - 3].decode(errors="ignore") + "…"
 
 
 class _Malformed:

@@ -11,7 +11,7 @@ from planner_svc.simulator.runs import POLICIES, TOLERANCE
 from planner_svc.simulator.spec import InputError, read_spec
 from planner_svc.simulator.study import Case, Changes, Search, Task
 
-_HIGHEST_RATE = 1e6
+_LOWEST_RATE, _HIGHEST_RATE = 1e-6, 1e6
 _MOST_POINTS = 1000
 _MOST_JOBS = 1024
 _ABOUT = """\
@@ -182,7 +182,10 @@ def _rates(text: str) -> tuple[Rate, ...]:
 
 def _rate(text: str) -> Rate:
     is_relative = text.endswith("x")
-    return Rate(_number(0, _HIGHEST_RATE)(text.removesuffix("x")), is_relative)
+    value = _number(0, _HIGHEST_RATE)(text.removesuffix("x"))
+    if 0 < value < _LOWEST_RATE:
+        raise argparse.ArgumentTypeError(f"must be 0 or at least {_LOWEST_RATE:g}, is {text}")
+    return Rate(value, is_relative)
 
 
 def _change(text: str) -> tuple[str, tuple[float, ...]]:

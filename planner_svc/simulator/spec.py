@@ -12,6 +12,8 @@ from planner_svc.scheduler import Capacity, Targets
 _LARGEST = 1e18
 """Of any figure: far above all machines."""
 _GIB = 2**30
+_MOST_BLOCKS = 2**26
+"""Of a tier; each is an entry of an allocator's list."""
 ANY_CONTEXT = 2**31
 """Of a model whose figures don't say."""
 NO_CHANGES: Mapping[str, float] = {}
@@ -119,12 +121,16 @@ def _profile(name: str, fields: "_Fields", model_fields: "_Fields") -> Profile:
     model = _model(model_fields)
     block_tokens = fields.count("bs")
     block_bytes = block_tokens * model.kv_bytes_per_token_layer * model.num_layers
+    gpu_blocks, host_bytes = fields.count("gpu_blocks"), int(fields.number("swap_gb", lowest=0) * _GIB)
+    for key, num_blocks in (("gpu_blocks", gpu_blocks), ("swap_gb", host_bytes // block_bytes)):
+        if num_blocks > _MOST_BLOCKS:
+            raise InputError(f"{fields.where(key)}: must be at most {_MOST_BLOCKS:,} blocks, is {num_blocks:,}")
     return Profile(
         name=name,
         hardware=_hardware(fields),
         model=model,
-        gpu_blocks=fields.count("gpu_blocks"),
-        host_blocks=int(fields.number("swap_gb", lowest=0) * _GIB) // block_bytes,
+        gpu_blocks=gpu_blocks,
+        host_blocks=host_bytes // block_bytes,
         block_tokens=block_tokens,
         max_batch_tokens=fields.count("max_tokens"),
         max_sequences=fields.count("max_seqs"),
@@ -177,7 +183,7 @@ class _Fields:
         """Greater than 0, or at least `lowest`. Without `default` it must be there."""
         self.read.add(name)
         value = self._changes.get(name, self._values.get(name, default))
-        where = f"--set {name}" if name in self._changes else f"{self._path}.{name}"
+        where = self.where(name)
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise InputError(f"{where}: must be a number, is {value!r}")
         if not (value > 0 if lowest is None else value >= lowest) or value > _LARGEST:
@@ -186,6 +192,10 @@ class _Fields:
         if lowest == 1 and value != int(value):
             raise InputError(f"{where}: must be a whole number, is {value:g}")
         return float(value)
+
+    def where(self, name: str) -> str:
+        """What the caller knows it by."""
+        return f"--set {name}" if name in self._changes else f"{self._path}.{name}"
 
     def count(self, name: str, default: int | None = None) -> int:
         """A whole number, at least 1."""

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import math
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from planner_svc.simulator.spec import InputError
+
+_LATEST_S = 1e9
+"""Some thirty years: later than any record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ def load(path: Path, limit: int | None = None) -> Workload:
     GeneratedTokens (Azure); JSON lines with timestamp in ms, input_length, output_length (Mooncake).
     """
     try:
-        text = path.read_text()
+        text = path.read_text("utf-8-sig")  # What spreadsheets write begins with a mark.
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"--workload: {path}: {getattr(error, 'strerror', None) or error}") from error
     try:
@@ -67,8 +69,10 @@ def load(path: Path, limit: int | None = None) -> Workload:
                 f"--workload: {path}: request {number}: prompt and output must be at least 1 token, "
                 f"are {item.prompt_tokens} and {item.output_tokens}"
             )
-        if not 0 <= item.at_s < math.inf:
-            raise InputError(f"--workload: {path}: request {number}: arrival must be at least 0 s, is {item.at_s:g}")
+        if not 0 <= item.at_s <= _LATEST_S:
+            raise InputError(
+                f"--workload: {path}: request {number}: arrival must be from 0 to {_LATEST_S:g} s, is {item.at_s:g}"
+            )
     if not workload.arrivals:
         raise InputError(f"--workload: {path}: holds no request")
     return replace(workload, arrivals=sorted(workload.arrivals, key=lambda item: item.at_s))
@@ -93,7 +97,7 @@ def _azure(text: str) -> Iterable[Arrival]:
 
 
 def _mooncake(text: str) -> Iterable[Arrival]:
-    for line in text.splitlines():
+    for line in filter(str.strip, text.splitlines()):
         row: dict[str, Any] = json.loads(line)
         yield Arrival(row["timestamp"] / 1e3, int(row["input_length"]), int(row["output_length"]))
 

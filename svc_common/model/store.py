@@ -105,9 +105,17 @@ class ListedModel:
 
 
 def default_cache_dir() -> Path:
-    """Where models are kept unless the caller says otherwise, by the XDG base directory rules."""
+    """Where models are kept unless the caller says otherwise, by the XDG base directory rules.
+
+    Raises ModelNotFoundError where the user has no home.
+    """
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "neoflex"
+    if os.path.isabs(base):
+        return Path(base) / "neoflex"
+    try:
+        return Path.home() / ".cache" / "neoflex"
+    except RuntimeError as error:
+        raise ModelNotFoundError("the user has no home directory: set HOME, or XDG_CACHE_HOME") from error
 
 
 def list_models(cache_dir: Path | None = None) -> tuple[ListedModel, ...]:

@@ -7,6 +7,7 @@ stream can be decoded token by token, exactly and at constant cost; it is checke
 import codecs
 import hashlib
 import json
+import logging
 import shutil
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -18,6 +19,8 @@ from svc_common.model.store import ModelFiles, default_cache_dir
 
 _SPACE_MARK = "\u2581"
 _PROBE = "Hello, world: 12 345 words.\n\tnaïve café, 日本語, Привет, 🎉 x"
+
+logger = logging.getLogger(__name__)
 
 
 class ChatTemplateError(Exception):
@@ -114,7 +117,8 @@ class Tokenizer:
 
 
 def load_tokenizer(files: ModelFiles, cache_dir: Path | None = None) -> Tokenizer:
-    """Reads the tokenizer from the model's files; a GGUF file's is converted once and kept in the cache directory.
+    """Reads the tokenizer from the model's files; a GGUF file's is converted once and kept in the cache directory, or
+    each time where nothing can be kept there.
 
     Raises UnsupportedModelError.
     """
@@ -122,7 +126,12 @@ def load_tokenizer(files: ModelFiles, cache_dir: Path | None = None) -> Tokenize
         return Tokenizer(_read(files.directory))
     kept = (cache_dir or default_cache_dir()) / "tokenizers" / _fingerprint(files.gguf)
     if not kept.is_dir():
-        _keep(_read(files.gguf.parent, gguf_file=files.gguf.name), kept)
+        converted = _read(files.gguf.parent, gguf_file=files.gguf.name)
+        try:
+            _keep(converted, kept)
+        except OSError as error:
+            logger.warning("the converted tokenizer is not kept, each start converts it anew: %s", error)
+            return Tokenizer(converted)
     return Tokenizer(_read(kept))
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from support.stacks import own_environment
 
-from gpu_svc.__main__ import check_kv_sizes, check_weights_fit
-from svc_common.config import ConfigError, parse
+from gpu_svc.__main__ import check_kv_sizes, check_weights_fit, table_cache
+from svc_common.config import Config, ConfigError, parse
 from svc_common.model.store import ModelFiles
 
 BLOCK_BYTES, HOST_BLOCK_BYTES = 1000, 600
@@ -56,3 +56,16 @@ def test_an_address_that_cannot_be_had_is_said(checkpoint: Callable[[str], Model
     assert done.returncode == 1
     assert f"gpu.listen: cannot listen on unix:{tmp_path}/none/s" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_without_a_home_nothing_is_kept(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def homeless(cls: type[Path]) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    assert table_cache(parse({"gpu": {"profile": "always"}}, "test")) is None
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", classmethod(homeless))
+    assert table_cache(Config()) is None
+    assert caplog.messages == [
+        "measured operations are not kept: the user has no home directory: set HOME, or XDG_CACHE_HOME"
+    ]

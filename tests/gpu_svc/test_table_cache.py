@@ -78,6 +78,8 @@ def test_another_machine_is_another_file(cache: TableCache, tmp_path: Path) -> N
         lambda document: json.dumps({**document, "tables": {**document["tables"], "linear": []}}),
         lambda document: json.dumps({**document, "tables": {**document["tables"], "iteration_s": -1.0}}),
         lambda document: json.dumps({**document, "tables": {**document["tables"], "iteration_s": "NaN"}}),
+        lambda document: json.dumps({**document, "tables": {**document["tables"], "iteration_s": 10**400}}),
+        lambda document: json.dumps({**document, "tables": {**document["tables"], "prefill": [{"seconds": 1.0}]}}),
         lambda document: json.dumps({**document, "tables": {**document["tables"], "else": 1}}),
     ],
 )

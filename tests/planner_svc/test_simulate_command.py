@@ -173,6 +173,9 @@ def test_iterations_for_perfetto(simulate):
     ("options", "message"),
     [
         (["--rate", "-1"], "argument --rate/--rates: must be from 0 to 1e+06, is -1"),
+        (["--rate", "1e-300"], "argument --rate/--rates: must be 0 or at least 1e-06, is 1e-300"),
+        (["--set", "swap_gb=1e18"], "--set swap_gb: must be at most 67,108,864 blocks, is "),
+        (["--set", "gpu_blocks=1e8"], "--set gpu_blocks: must be at most 67,108,864 blocks, is 100,000,000"),
         (["--rate", "nan"], "argument --rate/--rates: must be from 0 to 1e+06, is nan"),
         (["--rate", "1,x"], "argument --rate/--rates: must be a number, is ''"),
         (["--rate", "1,1"], "argument --rate/--rates: names one more than once: '1,1'"),

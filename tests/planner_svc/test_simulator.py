@@ -79,9 +79,12 @@ def test_formats_of_workloads(tmp_path):
     azure = [Arrival(0.0, 480, 10), Arrival(pytest.approx(0.8), 31, 8), Arrival(pytest.approx(2.0), 32, 9)]
     assert read_workload(path) == azure
     assert read_workload(path, limit=2) == [Arrival(0.0, 480, 10), Arrival(pytest.approx(1.0), 31, 8)]
+    path.write_text("\N{BOM}TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,4,1\n")
+    assert read_workload(path) == [Arrival(0.0, 4, 1)]
     path.write_text(
         '{"timestamp": 0, "input_length": 6, "output_length": 5}\n'
         '{"timestamp": 3000, "input_length": 7, "output_length": 4}\n'
+        "\n"
     )
     assert read_workload(path) == [Arrival(0.0, 6, 5), Arrival(1.0, 7, 4)]
     path.write_text(json.dumps([{"prompt": 9, "max_tokens": 4}] * 400))
@@ -100,8 +103,9 @@ def test_formats_of_workloads(tmp_path):
         ("[[0, 5, 1], [1, 0, 5]]", "request 1: prompt and output must be at least 1 token, are 0 and 5"),
         ("[[0, Infinity, 5]]", "not of a known format"),
         pytest.param("[" * 200_000, "not of a known format", id="deep"),
-        ("[[NaN, 5, 1]]", "request 0: arrival must be at least 0 s, is nan"),
-        ("[[-1, 5, 1]]", "request 0: arrival must be at least 0 s, is -1"),
+        ("[[NaN, 5, 1]]", "request 0: arrival must be from 0 to .* s, is nan"),
+        ("[[-1, 5, 1]]", "request 0: arrival must be from 0 to .* s, is -1"),
+        ("[[1e308, 5, 1]]", r"request 0: arrival must be from 0 to 1e\+09 s, is 1e\+308"),
     ],
 )
 def test_bad_workloads_are_refused(tmp_path, text, message):

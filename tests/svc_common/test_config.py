@@ -50,6 +50,10 @@ GIB = 2**30
             {"cpu_attn": {"elastic": True, "min_threads": 3, "max_threads": 2, "num_threads": 3}},
             "num_threads must be from min_threads, 3, to max_threads, 2; is 3",
         ),
+        (
+            {"cpu_attn": {"elastic": True, "kv_bytes": 0}},
+            "test: cpu_attn.elastic needs cpu_attn.kv_bytes greater than 0",
+        ),
         ({"cpu_attn": {"min_threads": 0}}, "cpu_attn.min_threads: must be greater than or equal to 1, is 0"),
         ({"planner": {"listen": ""}}, "planner.listen: "),
         ({"gpu": {"listen": "localhost"}}, """gpu.listen: must be "host:port" or "unix:path", is 'localhost'"""),
@@ -60,6 +64,7 @@ GIB = 2**30
         ({"planner": {"mode": "same_layer"}, "cpu_attn": {"kv_bytes": 0}}, '"same_layer" needs cpu_attn.kv_bytes'),
         ({"planner": {"mode": "decoupled"}, "cpu_attn": {"kv_bytes": 0}}, '"decoupled" needs cpu_attn.kv_bytes'),
         ({"planner": {"mode": "gpu_only"}, "gpu": {"kv_bytes": 0}}, '"gpu_only" needs gpu.kv_bytes'),
+        ({"planner": {"classes": 3}}, "planner.classes: must be a table of keys, is 3"),
         ({"planner": {"classes": {}}}, "planner.classes: must be from 1 to 32 classes, are 0"),
         (
             {"planner": {"classes": {str(number): {} for number in range(33)}}},

@@ -128,6 +128,27 @@ async def test_exhaustion_names_the_quota_and_the_delay() -> None:
     assert details["RetryInfo"].retry_delay.ToNanoseconds() == 1_250_000_000
 
 
+@pytest.mark.parametrize("character", ["x", "本", "🙂"])
+async def test_what_is_too_long_for_a_trailer_is_shortened(character: str) -> None:
+    """gRPC would say RESOURCE_EXHAUSTED for the answer's metadata instead."""
+    long = 20_000 * character
+    violations = tuple(errors.FieldViolation(f"field[{index}]", long) for index in range(50))
+    for _ in range(10):  # Between two limits it does so at random.
+        _, error = await call("uu", errors.invalid_arguments(violations))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert (error.details() or "").startswith(f"field[0]: {300 // len(character.encode()) * character}")
+    found = details_of(error)["BadRequest"].field_violations
+    assert [violation.field for violation in found] == ["field[0]", "field[1]", "field[2]"]
+    assert {violation.description[-1] for violation in found} == {"…"}
+    for failure in (
+        errors.resource_exhausted("FULL", long, "planner.max_waiting_requests", 1.0),
+        errors.unavailable("LOST", long),
+    ):
+        _, error = await call("ss", failure)
+        assert error.code() is failure.code
+        assert (error.details() or "").endswith(f"{character}…")
+
+
 @pytest.mark.parametrize(
     ("failure", "code", "reason"),
     [

@@ -259,3 +259,13 @@ def test_the_cache_directory_follows_xdg(monkeypatch: pytest.MonkeyPatch) -> Non
     assert store.default_cache_dir() == Path("/somewhere/neoflex")
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # The XDG rules say to ignore it.
     assert store.default_cache_dir() == Path.home() / ".cache/neoflex"
+
+
+def test_without_a_home_a_place_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless(cls: type[Path]) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", classmethod(homeless))
+    with pytest.raises(ModelNotFoundError, match="set HOME, or XDG_CACHE_HOME"):
+        store.default_cache_dir()

@@ -164,3 +164,17 @@ def test_gguf_is_converted_once_and_again_when_the_file_changes(
     assert load_tokenizer(files, tmp_path / "cache").vocab_size == Tokenizer(BYTE_LEVEL).vocab_size
     assert len(conversions) == 2
     assert [path.name for path in (tmp_path / "cache" / "tokenizers").iterdir() if path.name.startswith(".")] == []
+
+
+def test_gguf_is_served_where_nothing_can_be_kept(
+    gguf: ModelFiles, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "cache").touch()
+    unkept = load_tokenizer(gguf, tmp_path / "cache")
+    assert caplog.messages[0].startswith("the converted tokenizer is not kept, each start converts it anew: ")
+    kept = load_tokenizer(gguf, tmp_path / "elsewhere")
+    for text in ("naïve 日本 🙂 one  two", "<|im_start|>user"):
+        assert unkept.encode(text) == kept.encode(text)
+        assert unkept.decode(unkept.encode(text)) == kept.decode(kept.encode(text))
+    assert unkept.encode_chat([("user", "hi")]) == kept.encode_chat([("user", "hi")])
+    assert (unkept.vocab_size, unkept.eos_token_ids) == (kept.vocab_size, kept.eos_token_ids)
