@@ -100,7 +100,8 @@ class ClassConfig(Section):
     """Target of the mean time from each token to the next."""
     priority: Annotated[int, Field(ge=-100, le=100)] = 0
     """Among prompts that wait, those of a higher priority go first, and they are preempted last. A prompt that has
-    waited 20 times its `ttft_s` (of 60 s where it has none) goes with the highest priority that waits."""
+    waited 20 times its `ttft_s` (of 60 s where it has none; of a target that it brings itself, no less than the class's
+    or 1 s) goes with the highest priority that waits."""
     share: Annotated[float, Field(ge=0.001, le=1000)] = 1.0
     """Among classes of one priority that all have prompts waiting, tokens of prompts and answers are shared out in
     proportion to this. A class that needs less leaves the rest to the others, and saves up nothing."""

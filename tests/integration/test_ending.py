@@ -118,9 +118,10 @@ def segments(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_killing_cpu_attention_ends_its_streams_clearly(start, prompts, tmp_path):
+@pytest.mark.parametrize("mode", ["asymmetric", "decoupled"])
+def test_killing_cpu_attention_ends_its_streams_clearly(start, prompts, tmp_path, mode):
     stack = start(
-        planner={"mode": "asymmetric"},
+        planner={"mode": mode},
         gpu={"kv_bytes": "0"},
         cpu_attn={"kv_bytes": "128MiB", "segment_dir": str(tmp_path)},
     )

@@ -6,14 +6,21 @@ import pytest
 from support.planning import Loop, make_capacity, make_estimator
 
 from planner_svc.estimator import EMPTY_LOAD, Calibration, SubBatchLoad
-from planner_svc.scheduler import Scheduler, SequenceRequest, Targets
+from planner_svc.scheduler import DEFAULT_CLASS, Scheduler, SequenceRequest, ServiceClass, Targets
 from planner_svc.scheduler.batch import Chunk
 from planner_svc.scheduler.candidates import Shape, Work
 from planner_svc.scheduler.order import in_order
 from planner_svc.scheduler.pace import Pace
 from planner_svc.scheduler.sequence import Sequence, State
 from planner_svc.scheduler.shares import Shares
-from planner_svc.scheduler.urgency import AGED_TTFTS, arrive, is_aged, schedule_tokens, take_first_token
+from planner_svc.scheduler.urgency import (
+    AGED_TTFTS,
+    arrive,
+    is_aged,
+    is_aged_prompt,
+    schedule_tokens,
+    take_first_token,
+)
 from planner_svc.scheduler.waiting import WaitingQueue
 from svc_common.plan import IterationResult, PrefillChunk, Sampling, Tier, Timings
 
@@ -91,6 +98,25 @@ def test_the_longest_is_put_off_where_not_all_can_come_in_time():
 def test_an_aged_prompt_comes_first():
     prompts = [prompt(1, 10), prompt(2, 10, AGED_TTFTS * 1.0)]
     assert ids(in_order(prompts, AGED_TTFTS * 1.0 + 0.01, 1e4, Shares())) == [1, 2]
+
+
+@pytest.mark.parametrize("ttft_s", [1e-9, 0.2])
+def test_nobody_overtakes_by_asking_for_the_impossible(ttft_s):
+    prompts = [prompt(1, 10), prompt(2, 10, targets=Targets(ttft_s, 0.1))]
+    assert ids(in_order(prompts, 0.5, 1e4, Shares())) == [1, 2]
+
+
+def test_how_long_a_prompt_is_patient():
+    chat = ServiceClass("chat", Targets(3.0, 0.1))
+
+    def aged_after_s(targets: Targets | None, service_class: ServiceClass) -> float:
+        sequence = Sequence(1, SequenceRequest((0,), 1, Sampling(), frozenset(), targets, service_class))
+        arrive(sequence, 0.0)
+        return next(seconds for seconds in range(2000) if is_aged_prompt(sequence, seconds + 0.5))
+
+    assert aged_after_s(None, DEFAULT_CLASS) == 1200
+    assert [aged_after_s(Targets(ttft_s, 0.1), DEFAULT_CLASS) for ttft_s in (1e-9, 1.0, 5.0)] == [20, 20, 100]
+    assert [aged_after_s(Targets(ttft_s, 0.1), chat) for ttft_s in (1e-9, 3.0, 5.0)] == [60, 60, 100]
 
 
 def test_late_prompts_hide_no_others_in_the_queue():
