@@ -170,6 +170,25 @@ void test_int8_is_rounded_as_by_the_scalar_kernel(const Kernel& kernel, ThreadPo
     }
 }
 
+// NaN with and without all of its bits, what overflows or is denormal in 16 bits, and what lies between two of them.
+void test_numbers_at_the_edge_of_their_type(const Kernel& kernel, ThreadPool& threads) {
+    constexpr std::int32_t num_tokens = 4, head_dim = 21;
+    const float infinite = std::numeric_limits<float>::infinity(), largest = std::numeric_limits<float>::max();
+    const float edges[] = {from_bits(0x7fffffffu), from_bits(0xffffffffu), std::nanf(""), infinite, -infinite, largest,
+                           -largest, 65504.0f, 65519.0f, 65520.0f, 6e-8f, 2.9e-8f, 3e-5f, 1e-40f, 0.0f, -0.0f,
+                           1.00390625f, 1.01171875f, 1.00048828125f, 1.00146484375f};
+    std::vector<float> numbers;
+    for (int i = 0; i < 2 * num_tokens * head_dim; ++i) numbers.push_back(edges[i % std::size(edges)]);
+    const auto kv = encode(DType::fp32, numbers);
+    for (const DType kv_dtype : exchange_dtypes) {
+        const Case what{{1, 1}, head_dim, 16, kv_dtype, DType::fp32};
+        std::mt19937 random(1);
+        Cache cache(what, num_tokens, random);
+        cache.write(kernel, threads, kv, num_tokens);
+        check_written(what.text(kernel.name) + ", edges", what, cache, kv, num_tokens);
+    }
+}
+
 // What is no number does as in the formula: a weight of 0 hides nothing, scores of -infinity alone are no number.
 void test_nan_and_infinity(const Kernel& kernel, ThreadPool& threads) {
     const float infinite = std::numeric_limits<float>::infinity();
@@ -228,6 +247,7 @@ int main() {
         test_head_ratios_and_blocks(*kernel, alone);
         test_long_contexts(*kernel, threads);
         test_int8_is_rounded_as_by_the_scalar_kernel(*kernel, alone);
+        test_numbers_at_the_edge_of_their_type(*kernel, alone);
         test_nan_and_infinity(*kernel, alone);
         test_copies_between_types(*kernel, alone);
     }
