@@ -67,14 +67,18 @@ class Assembly:
         )
         return work, limits, prompts.held_back
 
-    def _num_paced(self, decodes: Decodes, pace: Pace) -> float:
+    def _num_paced(self, decodes: Decodes, pace: Pace) -> float | None:
         """Decodes of an iteration once both tiers hold what they should: prompts must follow one another as these end.
 
-        Computed as fast as there is room, they would all decode, and end, at the same time.
+        Computed as fast as there is room, they would all decode, and end, at the same time, and the CPU would have
+        nothing to hide behind. None where it takes no part: the GPU alone gains by fewer and larger iterations.
         """
+        num_cpu_decodes = pace.num_best_cpu_decodes()
+        if num_cpu_decodes == 0:
+            return None
         free_tokens = self._residency.free(Tier.GPU) * self._capacity.block_tokens
         num_to_come = free_tokens / (self._mix.prompt_tokens + self._mix.output_tokens / 2)
-        return len(decodes.gpu) + num_to_come + pace.num_best_cpu_decodes()
+        return len(decodes.gpu) + num_to_come + num_cpu_decodes
 
     def _stepping(self, host_decodes: list[Sequence]) -> list[Sequence]:
         """Who would go as a cohort: all, but nobody as long as one is due, since a step takes many iterations."""
