@@ -73,7 +73,8 @@ class Assembly:
         Computed as fast as there is room, they would all decode, and end, at the same time, and the CPU would have
         nothing to hide behind. None where it takes no part: the GPU alone gains by fewer and larger iterations.
         """
-        num_cpu_decodes = pace.num_best_cpu_decodes()
+        has_cpu = self._capacity.host_blocks > 0 and self._placement.computes_in(Tier.HOST)
+        num_cpu_decodes = pace.num_best_cpu_decodes() if has_cpu else 0
         if num_cpu_decodes == 0:
             return None
         free_tokens = self._residency.free(Tier.GPU) * self._capacity.block_tokens

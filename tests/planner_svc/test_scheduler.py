@@ -399,3 +399,16 @@ def test_reset_loses_what_no_longer_fits():
     assert loop.scheduler.num_waiting == 1
     with pytest.raises(ValueError, match="epoch 2 does not follow 2"):
         loop.scheduler.reset(loop.capacity, FREE_CPU, epoch=2, lose_host=False)
+
+
+@pytest.mark.parametrize(("policy", "host_blocks"), [("auto", 0), ("gpu_only", 1000)])
+def test_without_attention_on_the_cpu_prompts_fill_the_gpu_at_once(policy, host_blocks):
+    # Ten tokens cost what one does, so that pacing would let in few more; the CPU would be worth it.
+    estimator = make_estimator(linear_token_s=1e-4, cpu_token_s=1e-9)
+    capacity = make_capacity(40, host_blocks, max_sequences=40, max_batch_tokens=400)
+    loop = Loop(capacity, policy, estimator=estimator)
+    for _ in range(40):
+        loop.add(num_prompt_tokens=32, max_new_tokens=128)
+    plan = loop.plan()
+    # Eight blocks each, and a ninth kept free for each.
+    assert [chunk.num_tokens for chunk in plan.sub_batches[0].prefills] == [32] * 4
