@@ -48,7 +48,7 @@ from svc_common.tensor_plane import CpuSubBatch, RegionShape, Segment, TensorPla
 
 # 1 sequence of 1 token and 1 head: nothing to compute.
 SHAPE = RegionShape(
-    num_layers=500,
+    num_layers=250,
     num_q_heads=1,
     num_kv_heads=1,
     head_dim=8,
@@ -125,6 +125,7 @@ def two_processes(cpus: tuple[int, int] | None) -> Iterator[tuple[TensorPlane, "
     context = multiprocessing.get_context("spawn")
     process = context.Process(target=serve_region, args=(there, cpus[1] if cpus else None))
     process.start()
+    there.close()  # Else its death would not end the wait.
     path, endpoint, echo_endpoint = here.recv()
     if cpus:
         os.sched_setaffinity(0, {cpus[0]})
