@@ -18,8 +18,8 @@ from results import Row, arguments, publish
 from gpu_svc.executor import Executor
 from gpu_svc.kv_cache import KvShape
 from gpu_svc.limits import Limits
-from gpu_svc.model.cpu_decoder import CpuDecoder
-from gpu_svc.model.weights import LayerWeights, MlpWeights, NormWeights
+from svc_common.decoder.cpu_decoder import CpuDecoder
+from svc_common.decoder.weights import LayerWeights, MlpWeights, NormWeights
 from svc_common.model.spec import ModelSpec, RopeSpec
 from svc_common.plan import IterationPlan, Mode, NewSequence, PrefillChunk, SubBatch, Tier
 

@@ -39,9 +39,9 @@ from gpu_svc.executor import Executor
 from gpu_svc.host_tier import HostTier
 from gpu_svc.kv_cache import KvShape
 from gpu_svc.limits import Limits
-from gpu_svc.model.checkpoint import open_model
-from gpu_svc.model.load import load_decoder
 from svc_common.cpu_kernels import ThreadPool
+from svc_common.decoder.checkpoint import open_model
+from svc_common.decoder.load import load_decoder
 from svc_common.model.store import resolve
 from svc_common.plan import IterationPlan, IterationResult, Mode, NewSequence, PrefillChunk, SubBatch, Tier
 from svc_common.tensor_plane import CpuSubBatch, RegionShape, Segment, TensorPlane

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import torch
 
-from gpu_svc.dtypes import DTYPES, KV_DTYPES, choose_compute_dtype, dtype_name
 from gpu_svc.executor import Executor
 from gpu_svc.kv_cache import KvShape
-from gpu_svc.model.checkpoint import CheckpointError, open_model
-from gpu_svc.model.load import load_decoder
 from gpu_svc.servicer import ExecutorServicer
 from gpu_svc.table_cache import TableCache, digest, processor_name
 from neoflex.v1 import executor_pb2, executor_pb2_grpc
 from svc_common import cpu_kernels
 from svc_common.config import Config, ConfigError, load_from_argv
 from svc_common.cores import usable_cores
+from svc_common.decoder.checkpoint import CheckpointError, open_model
+from svc_common.decoder.dtypes import DTYPES, KV_DTYPES, choose_compute_dtype, dtype_name
+from svc_common.decoder.load import load_decoder
 from svc_common.grpc_server import GrpcServer, ListenError, configure_logging, until_stop_signal
 from svc_common.memory import check_fits_memory, usable_memory_bytes
 from svc_common.model.spec import UnsupportedModelError

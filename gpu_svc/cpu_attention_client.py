@@ -5,13 +5,13 @@ from dataclasses import asdict
 
 import grpc
 
-from gpu_svc.dtypes import dtype_name
 from gpu_svc.host_tier import HostTier
 from gpu_svc.kv_cache import KvShape
 from gpu_svc.limits import Limits
-from gpu_svc.model.decoder import Decoder
 from neoflex.v1 import cpu_attention_pb2 as pb
 from neoflex.v1 import cpu_attention_pb2_grpc
+from svc_common.decoder.decoder import Decoder
+from svc_common.decoder.dtypes import dtype_name
 from svc_common.grpc_server import CHANNEL_OPTIONS
 from svc_common.tensor_plane import PlaneError, RegionShape, TensorPlane
 

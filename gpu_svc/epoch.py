@@ -14,12 +14,12 @@ from gpu_svc.kv_cache import GpuKvCache
 from gpu_svc.kv_layout import KvBlocks
 from gpu_svc.kv_swap import copy_blocks
 from gpu_svc.limits import InvalidPlanError, Limits
-from gpu_svc.model.decoder import Decoder
 from gpu_svc.pipeline import Stage, outputs, run_beside_cohort, run_layers
 from gpu_svc.profiler import Profiler
 from gpu_svc.recorder import NullRecorder
 from gpu_svc.sampling import sample
 from gpu_svc.sequences import Moves, SequenceTable
+from svc_common.decoder.decoder import Decoder
 from svc_common.plan import CohortStep, IterationPlan, IterationResult, SubBatch, Timings, TokenLogprobs
 from svc_common.tensor_plane import PeerLostError
 from svc_common.trace import COHORT, TraceKind

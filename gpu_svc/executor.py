@@ -11,9 +11,9 @@ from gpu_svc.epoch import Epoch
 from gpu_svc.host_tier import HostTier
 from gpu_svc.kv_cache import GpuKvCache, KvShape
 from gpu_svc.limits import InvalidPlanError, Limits
-from gpu_svc.model.decoder import Decoder
 from gpu_svc.recorder import NO_RECORDER, Recorder
 from gpu_svc.tables import Tables
+from svc_common.decoder.decoder import Decoder
 from svc_common.plan import ExecutionError, IterationPlan, IterationResult, Tier
 from svc_common.tensor_plane import PlaneError
 from svc_common.trace import TraceKind

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpu_svc.kv_layout import KvBlocks, key_views
-from gpu_svc.threads import cpu_threads
 from svc_common import cpu_kernels
+from svc_common.decoder.threads import cpu_threads
 from svc_common.model.spec import ModelSpec
 
 _SCALE_BYTES = 4

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from gpu_svc.kv_layout import KvBlocks, by_token, to_blocks
 from gpu_svc.limits import Int32Array
-from gpu_svc.threads import cpu_threads
 from svc_common import cpu_kernels
+from svc_common.decoder.threads import cpu_threads
 
 _COPY_BYTES = 32 * 2**20  # Staging of a swap; bounds what a large swap needs beside the two caches.
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from gpu_svc.batch import Batch
 from gpu_svc.host_tier import HostTier
 from gpu_svc.kv_cache import GpuKvCache
-from gpu_svc.model.decoder import Decoder
+from svc_common.decoder.decoder import Decoder
 
 
 class Stage:

@@ -23,12 +23,12 @@ from gpu_svc.kv_layout import KvBlocks
 from gpu_svc.kv_swap import BlockMoves, copy_blocks
 from gpu_svc.limits import Int32Array, Limits
 from gpu_svc.measured import CpuTrip, lesser, points, steps
-from gpu_svc.model.decoder import Decoder, Workspace
 from gpu_svc.pipeline import Stage, outputs, run_layers
 from gpu_svc.sampling import SamplingRows, sample
 from gpu_svc.sequences import SequenceTable
 from gpu_svc.stopwatch import LONG_S, Stopwatch
 from gpu_svc.tables import Tables
+from svc_common.decoder.decoder import Decoder, Workspace
 from svc_common.model.spec import LayerSpec
 from svc_common.plan import IterationPlan, Mode, NewSequence, Sampling, SubBatch, Tier
 

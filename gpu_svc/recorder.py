@@ -14,8 +14,8 @@ from torch import Tensor
 from gpu_svc.batch import Batch
 from gpu_svc.host_tier import HostTier
 from gpu_svc.kv_cache import GpuKvCache
-from gpu_svc.model.decoder import Decoder
 from gpu_svc.pipeline import Stage
+from svc_common.decoder.decoder import Decoder
 from svc_common.plan import IterationPlan
 from svc_common.trace import IterationTrace, TracedSubBatch, TraceEvents, TraceKind
 

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpu_svc.philox import uniforms
-from gpu_svc.threads import cpu_threads
 from svc_common.cpu_kernels import argmax_rows
+from svc_common.decoder.threads import cpu_threads
 
 _RUN_TOKENS = 256
 # Most nuclei are small; a sort of the whole vocabulary, tried last, costs as much as many layers.

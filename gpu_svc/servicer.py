@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 import grpc
 
 from gpu_svc.cpu_attention_client import CpuAttentionUnavailableError, attach_host_tier, region_shape
-from gpu_svc.dtypes import dtype_name
 from gpu_svc.executor import Executor
 from gpu_svc.host_tier import HostTier
 from gpu_svc.limits import InvalidPlanError, Limits
 from gpu_svc.wire import plan_from_pb, result_to_pb, status_to_pb, tables_to_pb
 from neoflex.v1 import executor_pb2 as pb
 from neoflex.v1 import executor_pb2_grpc
+from svc_common.decoder.dtypes import dtype_name
 from svc_common.errors import FieldViolation, failed_precondition, invalid_arguments
 from svc_common.plan import ExecutionError, IterationResult
 from svc_common.tensor_plane import PlaneError

@@ -9,11 +9,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpu_svc.attention.backend import LayerWindows
-from gpu_svc.dtypes import dtype_name
 from gpu_svc.kv_cache import KvShape
 from gpu_svc.kv_layout import KvBlocks
-from gpu_svc.threads import cpu_threads
 from svc_common.cpu_kernels import Attention, DecodeWork, PrefillWork
+from svc_common.decoder.dtypes import dtype_name
+from svc_common.decoder.threads import cpu_threads
 from svc_common.model.spec import ModelSpec
 
 

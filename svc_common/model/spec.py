@@ -53,7 +53,7 @@ class MatrixSpec:
     """One weight matrix, or the stack of all experts'."""
 
     name: str
-    """As in gpu_svc's LayerWeights."""
+    """As in svc_common.decoder.weights.LayerWeights."""
     part: Part
     shape: tuple[int, ...]
     """[out, in], or [num_experts, out, in]."""

@@ -24,7 +24,7 @@ from gpu_svc.executor import Executor
 from gpu_svc.host_tier import HostTier
 from gpu_svc.kv_cache import KvShape
 from gpu_svc.limits import Limits
-from gpu_svc.model.decoder import Decoder
+from svc_common.decoder.decoder import Decoder
 from svc_common.model.spec import ModelSpec
 from svc_common.model.store import ModelFiles, resolve
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from gpu_svc.attention import AttentionBackend, CpuAttention, TorchAttention
 from gpu_svc.attention.torch_backend import _cut
-from gpu_svc.dtypes import DTYPES
 from gpu_svc.kv_cache import KvPlaces, KvShape, write_kv
 from gpu_svc.kv_layout import KvBlocks
+from svc_common.decoder.dtypes import DTYPES
 from svc_common.model.spec import ModelSpec, RopeSpec
 
 HEAD_DIM = 16

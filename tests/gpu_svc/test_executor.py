@@ -10,9 +10,9 @@ import torch
 from support.gpu import BLOCK_TOKENS, Driver, load_decoder, load_torch_decoder
 
 from gpu_svc.limits import Limits
-from gpu_svc.model.decoder import Decoder
-from gpu_svc.model.torch_decoder import TorchDecoder
-from gpu_svc.model.weights import NormWeights
+from svc_common.decoder.decoder import Decoder
+from svc_common.decoder.torch_decoder import TorchDecoder
+from svc_common.decoder.weights import NormWeights
 from svc_common.model.store import ModelFiles
 from svc_common.plan import (
     ExecutionError,

@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cpu_attention import from_blocks
 
-from gpu_svc.dtypes import DTYPES
 from gpu_svc.kv_cache import KvPlaces, write_kv, write_kv_by_index
 from gpu_svc.kv_layout import KvBlocks, keys_by_token
 from svc_common.cpu_kernels import ThreadPool
 from svc_common.cpu_kernels import write_kv as write_kv_natively
+from svc_common.decoder.dtypes import DTYPES
 from svc_common.tensor_plane import PlaneError
 
 NUM_BLOCKS = 6

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cpu_attention import Pool, decode, to_pool
 
-from gpu_svc.dtypes import KV_DTYPES
 from gpu_svc.kv_layout import KvBlocks, by_token, to_blocks
 from gpu_svc.kv_swap import BlockMoves, copy_blocks, copy_by_torch
+from svc_common.decoder.dtypes import KV_DTYPES
 
 NUM_LAYERS, NUM_KV_HEADS = 2, 3
 DTYPES = st.sampled_from(["fp32", "fp16", "bf16", "int8"])

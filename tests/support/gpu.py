@@ -10,11 +10,11 @@ import torch
 from gpu_svc.executor import Executor
 from gpu_svc.host_tier import HostTier
 from gpu_svc.limits import Limits
-from gpu_svc.model.checkpoint import open_model
-from gpu_svc.model.decoder import Decoder
-from gpu_svc.model.load import load_decoder as load
-from gpu_svc.model.load import load_weights
-from gpu_svc.model.torch_decoder import TorchDecoder
+from svc_common.decoder.checkpoint import open_model
+from svc_common.decoder.decoder import Decoder
+from svc_common.decoder.load import load_decoder as load
+from svc_common.decoder.load import load_weights
+from svc_common.decoder.torch_decoder import TorchDecoder
 from svc_common.model.store import ModelFiles
 from svc_common.plan import IterationPlan, IterationResult, Mode, NewSequence, PrefillChunk, Sampling, SubBatch, Tier
 

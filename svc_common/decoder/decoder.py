@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gpu_svc.model.rope import Rotation
+from svc_common.decoder.rope import Rotation
 from svc_common.model.spec import ModelSpec
 
 

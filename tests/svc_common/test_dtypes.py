@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from gpu_svc.dtypes import choose_compute_dtype, dtype_name, pick_fastest
+from svc_common.decoder.dtypes import choose_compute_dtype, dtype_name, pick_fastest
 from svc_common.model.spec import ModelSpec, RopeSpec
 
 SPEC = ModelSpec("llama", 2, 64, 96, 4, 2, 16, 100, 512, 1e-5, RopeSpec(1e4, 16), True, (2,), "bf16")

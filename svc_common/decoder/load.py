@@ -5,12 +5,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from gpu_svc.model.checkpoint import Checkpoint, CheckpointError
-from gpu_svc.model.cpu_decoder import CpuDecoder
-from gpu_svc.model.decoder import Decoder
-from gpu_svc.model.names import names_of
-from gpu_svc.model.torch_decoder import TorchDecoder
-from gpu_svc.model.weights import DecoderWeights, ExpertsWeights, LayerWeights, MlpWeights, NormWeights
+from svc_common.decoder.checkpoint import Checkpoint, CheckpointError
+from svc_common.decoder.cpu_decoder import CpuDecoder
+from svc_common.decoder.decoder import Decoder
+from svc_common.decoder.names import names_of
+from svc_common.decoder.torch_decoder import TorchDecoder
+from svc_common.decoder.weights import DecoderWeights, ExpertsWeights, LayerWeights, MlpWeights, NormWeights
 from svc_common.model.spec import ExpertsSpec, ModelSpec
 
 

@@ -7,12 +7,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpu_svc.dtypes import dtype_name
-from gpu_svc.model.decoder import Workspace, cap_logits_
-from gpu_svc.model.rope import Rotaries
-from gpu_svc.model.weights import ExpertsWeights, LayerWeights, MlpWeights, NormWeights
-from gpu_svc.threads import cpu_threads
 from svc_common.cpu_kernels import DecoderLinear
+from svc_common.decoder.decoder import Workspace, cap_logits_
+from svc_common.decoder.dtypes import dtype_name
+from svc_common.decoder.rope import Rotaries
+from svc_common.decoder.threads import cpu_threads
+from svc_common.decoder.weights import ExpertsWeights, LayerWeights, MlpWeights, NormWeights
 from svc_common.model.spec import ModelSpec
 
 

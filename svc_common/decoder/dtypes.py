@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gpu_svc.threads import cpu_threads
 from svc_common.cpu_kernels import PackedLinear
+from svc_common.decoder.threads import cpu_threads
 from svc_common.model.spec import ModelSpec
 
 DTypeName = Literal["fp32", "bf16", "fp16"]

@@ -11,11 +11,11 @@ from support.gguf_files import GGUF_VARIANTS, write_gguf
 from support.gpu import VARIANTS, Driver, load_decoder, load_torch_decoder, save_checkpoint
 from support.reference import Reference, Verdict, load_transformers
 
-from gpu_svc.model.checkpoint import CheckpointError, open_model
-from gpu_svc.model.cpu_decoder import CpuDecoder
-from gpu_svc.model.decoder import Decoder
-from gpu_svc.model.load import load_weights
 from svc_common.cpu_kernels import runnable_linear_instruction_sets
+from svc_common.decoder.checkpoint import CheckpointError, open_model
+from svc_common.decoder.cpu_decoder import CpuDecoder
+from svc_common.decoder.decoder import Decoder
+from svc_common.decoder.load import load_weights
 from svc_common.model.store import ModelFiles
 from svc_common.plan import SubBatch
 

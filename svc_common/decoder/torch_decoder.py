@@ -4,9 +4,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from gpu_svc.model.decoder import Workspace, cap_logits_
-from gpu_svc.model.rope import Rotaries, rotate_
-from gpu_svc.model.weights import DecoderWeights, ExpertsWeights, MlpWeights, NormWeights
+from svc_common.decoder.decoder import Workspace, cap_logits_
+from svc_common.decoder.rope import Rotaries, rotate_
+from svc_common.decoder.weights import DecoderWeights, ExpertsWeights, MlpWeights, NormWeights
 from svc_common.model.spec import ModelSpec
 
 
