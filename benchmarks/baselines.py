@@ -14,7 +14,7 @@ from results import Row, arguments, publish, shared_spec
 from planner_svc.simulator.metrics import Metrics
 from planner_svc.simulator.runs import find_capacity, run
 from planner_svc.simulator.spec import read_profile
-from planner_svc.simulator.workload import read_workload
+from svc_common.workloads.workload import read_workload
 
 IN_TIME = 0.9
 DEVIATION = 0.05

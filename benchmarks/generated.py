@@ -8,9 +8,9 @@ from pathlib import Path
 
 from results import Row
 
-from planner_svc.simulator.generated import generate
 from planner_svc.simulator.runs import POLICIES, run
 from planner_svc.simulator.spec import read_spec
+from svc_common.workloads.generated import generate
 
 NO_LOSS = (
     # machine, requests/s near saturation or 0 for a burst, workload in words, and as it is generated

@@ -22,8 +22,8 @@ from planner_svc.simulator.metrics import measure
 from planner_svc.simulator.runs import POLICIES, make_policy, run
 from planner_svc.simulator.simulation import Simulation
 from planner_svc.simulator.spec import Profile, read_profile
-from planner_svc.simulator.workload import Arrival, at_rate, read_workload
 from svc_common.plan import Sampling
+from svc_common.workloads.workload import Arrival, at_rate, read_workload
 
 IN_TIME = 0.9
 """Share of the requests that must meet both targets."""

@@ -39,10 +39,10 @@ from planner_svc.simulator.executor import SimulatedExecutor
 from planner_svc.simulator.metrics import Metrics
 from planner_svc.simulator.metrics import measure as measure_simulated
 from planner_svc.simulator.simulation import Simulation
-from planner_svc.simulator.workload import Arrival, at_rate
 from planner_svc.wire import tables_from_message
 from svc_common.model.read_spec import read_spec
 from svc_common.model.store import resolve
+from svc_common.workloads.workload import Arrival, at_rate
 
 _PROMPT_TOKENS = (16, 256)
 _ANSWER_TOKENS = (16, 64)

@@ -5,17 +5,16 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from planner_svc.simulator import generated, iterations, report, workload
+from planner_svc.simulator import iterations, report
 from planner_svc.simulator.arguments import parse, tasks
 from planner_svc.simulator.simulation import Progress as Report
-from planner_svc.simulator.spec import InputError
 from planner_svc.simulator.study import Outcome, Task, Titled, solve, solve_beside
-from planner_svc.simulator.workload import Workload
+from svc_common import workloads
+from svc_common.workloads import InputError, Workload
 
 _INTERRUPTED = 130
 _PIPED_WIDTH = 220
@@ -35,7 +34,7 @@ def main() -> None:
 
 
 def _answer(options: argparse.Namespace) -> None:
-    load = _load(options)
+    load = workloads.read(options.workload, options.requests)
     rows = tasks(options, load.own_rate)
     if options.trace is not None and len(rows) > 1:
         raise InputError(f"--trace: needs a single run, these are {len(rows)}")
@@ -50,12 +49,6 @@ def _answer(options: argparse.Namespace) -> None:
         console.print(*report.tables(outcomes, load))
     if options.png is not None:
         _draw(options, outcomes, load)
-
-
-def _load(options: argparse.Namespace) -> Workload:
-    if generated.is_generated(options.workload):
-        return generated.generate(options.workload, options.requests)
-    return workload.load(Path(options.workload), options.requests)
 
 
 def _solved(options: argparse.Namespace, rows: list[Task], load: Workload) -> Iterator[Outcome]:

@@ -8,8 +8,9 @@ from itertools import product
 from pathlib import Path
 
 from planner_svc.simulator.runs import POLICIES, TOLERANCE
-from planner_svc.simulator.spec import InputError, read_spec
+from planner_svc.simulator.spec import read_spec
 from planner_svc.simulator.study import Case, Changes, Search, Task
+from svc_common.workloads import InputError
 
 _LOWEST_RATE, _HIGHEST_RATE = 1e-6, 1e6
 _MOST_POINTS = 1000

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from planner_svc.simulator.metrics import Metrics
 from planner_svc.simulator.study import Outcome
-from planner_svc.simulator.workload import Workload
+from svc_common.workloads.workload import Workload
 
 _PLAIN = ("slo", "thr_makespan", "thr_mid", "goodput", "tokens_per_s", "pertok_mean")
 _QUANTILES = {"ttft": ("p50", "p95", "p99"), "tpot": ("p50", "p95", "p99"), "gap": ("p50", "p99", "max")}

@@ -8,8 +8,9 @@ from planner_svc.simulator.executor import SimulatedExecutor
 from planner_svc.simulator.metrics import Metrics, measure
 from planner_svc.simulator.policy import Policy
 from planner_svc.simulator.simulation import Observer, Progress, Simulation, StalledError, ignore
-from planner_svc.simulator.spec import InputError, Profile
-from planner_svc.simulator.workload import Arrival, at_rate
+from planner_svc.simulator.spec import Profile
+from svc_common.workloads import InputError
+from svc_common.workloads.workload import Arrival, at_rate
 
 POLICIES = ("neoflex", "neo", "gpu-only", "gpu-only-knee", "gpu-only-slo")
 _CHUNK_TOKENS = 512

@@ -8,8 +8,8 @@ from planner_svc.scheduler import SequenceRequest, Targets
 from planner_svc.simulator.executor import SimulatedExecutor
 from planner_svc.simulator.metrics import Served
 from planner_svc.simulator.policy import Policy
-from planner_svc.simulator.workload import Arrival
 from svc_common.plan import IterationPlan, IterationResult, Sampling
+from svc_common.workloads.workload import Arrival
 
 Progress = Callable[[int, int], None]
 """Told how many requests of how many have finished."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from planner_svc.estimator import HardwareSpec, ModelFigures, RooflineEstimator
 from planner_svc.scheduler import Capacity, Targets
+from svc_common.workloads import InputError
 
 _LARGEST = 1e18
 """Of any figure: far above all machines."""
@@ -17,10 +18,6 @@ _MOST_BLOCKS = 2**26
 ANY_CONTEXT = 2**31
 """Of a model whose figures don't say."""
 NO_CHANGES: Mapping[str, float] = {}
-
-
-class InputError(Exception):
-    """A file or an argument cannot be used. The text names it, the field and the limit."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,9 @@ from multiprocessing.connection import wait
 from planner_svc.simulator.metrics import Metrics
 from planner_svc.simulator.runs import find_capacity, largest_request, run
 from planner_svc.simulator.simulation import Observer, Progress, ignore
-from planner_svc.simulator.spec import InputError, Profile
-from planner_svc.simulator.workload import Arrival
+from planner_svc.simulator.spec import Profile
+from svc_common.workloads import InputError
+from svc_common.workloads.workload import Arrival
 
 Changes = tuple[tuple[str, float], ...]
 """Figures of a profile that are replaced, by their key."""

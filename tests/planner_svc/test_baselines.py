@@ -9,7 +9,7 @@ import pytest
 
 from planner_svc.simulator.runs import run
 from planner_svc.simulator.spec import read_profile
-from planner_svc.simulator.workload import read_workload
+from svc_common.workloads.workload import read_workload
 
 _PLACES = [folder / "shared" / "simulation" / "spec.json" for folder in Path(__file__).resolve().parents]
 SHARED_SPEC = next((place for place in _PLACES if place.exists()), None)

@@ -16,8 +16,8 @@ from planner_svc.scheduler.sequence import Sequence, State
 from planner_svc.scheduler.urgency import arrive
 from planner_svc.scheduler.waiting import WaitingQueue
 from planner_svc.simulator.spec import parse_profile
-from planner_svc.simulator.workload import Arrival
 from svc_common.plan import Sampling, Tier
+from svc_common.workloads.workload import Arrival
 
 CAPACITY = make_capacity(50, 0, block_tokens=16, max_batch_tokens=512)
 """Room for 800 tokens."""

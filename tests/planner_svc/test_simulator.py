@@ -12,9 +12,10 @@ from planner_svc.simulator.executor import SimulatedExecutor
 from planner_svc.simulator.metrics import Served, measure
 from planner_svc.simulator.runs import POLICIES, find_capacity, make_policy, run
 from planner_svc.simulator.simulation import Simulation, StalledError
-from planner_svc.simulator.spec import InputError, parse_profile, read_profile
-from planner_svc.simulator.workload import Arrival, Workload, at_rate, load, read_workload
+from planner_svc.simulator.spec import parse_profile, read_profile
 from svc_common.plan import IterationPlan, Mode, NewSequence, PrefillChunk, Sampling, SubBatch, Swap, Tier
+from svc_common.workloads import InputError
+from svc_common.workloads.workload import Arrival, Workload, at_rate, load, read_workload
 
 PROFILE = parse_profile(SPEC, "box", "spec")
 

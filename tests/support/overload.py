@@ -8,8 +8,8 @@ from planner_svc.scheduler import LateError, Scheduler, SequenceRequest, Service
 from planner_svc.simulator.executor import SimulatedExecutor
 from planner_svc.simulator.metrics import Served
 from planner_svc.simulator.spec import Profile
-from planner_svc.simulator.workload import Arrival
 from svc_common.plan import IterationPlan, IterationResult, Sampling
+from svc_common.workloads.workload import Arrival
 
 
 @dataclass

@@ -9,10 +9,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from planner_svc.simulator.spec import InputError
-
 _LATEST_S = 1e9
 """Some thirty years: later than any record."""
+
+
+class InputError(Exception):
+    """A file or an argument cannot be used. The text names it, the field and the limit."""
 
 
 @dataclass(frozen=True, slots=True)

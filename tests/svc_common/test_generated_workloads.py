@@ -5,9 +5,9 @@ from itertools import pairwise
 
 import pytest
 
-from planner_svc.simulator.generated import generate, is_generated
-from planner_svc.simulator.spec import InputError
-from planner_svc.simulator.workload import Arrival
+from svc_common.workloads import InputError
+from svc_common.workloads.generated import generate, is_generated
+from svc_common.workloads.workload import Arrival
 
 
 def gaps(text: str) -> list[float]:

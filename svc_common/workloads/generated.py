@@ -10,8 +10,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from planner_svc.simulator.spec import InputError
-from planner_svc.simulator.workload import Arrival, Workload
+from svc_common.workloads.workload import Arrival, InputError, Workload
 
 PROCESSES = ("poisson", "regular", "gamma")
 _DEFAULTS = {"requests": "1000", "prompt": "1000", "output": "100", "seed": "0", "cv": "3"}
