@@ -1,0 +1,1 @@
+"""A load client: sends a workload to a server over gRPC or HTTP and says how it was served."""
