@@ -24,6 +24,7 @@ function load(files, directories) {
     longs: Number,
     oneofs: true,
     arrays: true,
+    defaults: true, // An absent text is empty, an absent number 0.
     includeDirs: directories,
   });
 }
