@@ -4,28 +4,36 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Self, Unpack
+from typing import TYPE_CHECKING, Self, Unpack
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
 
 from neoflex import errors, wire
 from neoflex.channel import CHANNEL_OPTIONS, DEFAULT_ADDRESS, READY_POLL_S, READY_REQUEST, check_timeout_s, is_serving
+from neoflex.errors import NeoflexError
+from neoflex.retries import DEFAULT_RETRIES, Deadline
 from neoflex.types import Completion, Delta, Finish, GenerateOptions, Load, Message, ModelInfo, ServerInfo, Usage
 from neoflex.v1 import inference_pb2 as pb
 from neoflex.v1.inference_pb2_grpc import InferenceServiceStub
+
+if TYPE_CHECKING:  # No generic class when it runs.
+    _Call = grpc.aio.UnaryStreamCall[pb.GenerateStreamRequest, pb.GenerateStreamResponse]
 
 
 class AsyncClient:
     """Calls a NeoFlex server at `host:port` or `unix:path`, within one event loop.
 
     Every call raises a NeoflexError where the server refuses or fails. `timeout` bounds a whole call, in seconds.
+    Where the server is too busy, or not ready, and says when to come back, `generate` and `stream` do so up to
+    `max_retries` times; an answer that has begun is never asked for again.
     """
 
-    def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
+    def __init__(self, address: str = DEFAULT_ADDRESS, *, max_retries: int = DEFAULT_RETRIES) -> None:
         self.address = address
+        self.max_retries = max_retries
         self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._stub = InferenceServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self._health = health_pb2_grpc.HealthStub(self._channel)
@@ -35,16 +43,28 @@ class AsyncClient:
     ) -> Completion:
         """Generates a whole answer. The prompt is a text, or one of the options `token_ids` and `messages`."""
         request = wire.generate_request(prompt, options)
-        with self._errors(timeout):
-            return wire.completion(await self._stub.Generate(request, timeout=timeout))
+        deadline = Deadline(timeout)
+        for num_left in range(self.max_retries, -1, -1):
+            try:
+                with self._errors(timeout):
+                    return wire.completion(await self._stub.Generate(request, timeout=deadline.left_s))
+            except NeoflexError as error:
+                await asyncio.sleep(deadline.retry_delay_s(error, num_left))
+        raise AssertionError("the last try returns or raises")
 
     def stream(
         self, prompt: str | None = None, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
     ) -> "AsyncStream":
         """Generates an answer piece by piece; arguments as for `generate`. Closing the stream ends the request."""
         request = wire.generate_request(prompt, options)
-        call = self._stub.GenerateStream(pb.GenerateStreamRequest(request=request), timeout=timeout)
-        return AsyncStream(call, request.request_id, self.address, timeout)
+        message = pb.GenerateStreamRequest(request=request)
+        return AsyncStream(
+            lambda left_s: self._stub.GenerateStream(message, timeout=left_s),
+            request.request_id,
+            self.address,
+            timeout,
+            self.max_retries,
+        )
 
     async def abort(self, *request_ids: str) -> tuple[str, ...]:
         """Ends running requests; returns the ids that were running."""
@@ -119,17 +139,22 @@ class AsyncStream:
 
     def __init__(
         self,
-        call: "grpc.aio.UnaryStreamCall[pb.GenerateStreamRequest, pb.GenerateStreamResponse]",
+        open_call: Callable[[float | None], "_Call"],
         request_id: str,
         address: str,
         timeout_s: float | None,
+        max_retries: int,
     ) -> None:
+        """`open_call` takes the seconds that are left."""
         self.request_id = request_id
         self.prompt_tokens: int | None = None
         """Known from the first piece on."""
         self.finish: Finish | None = None
         self.usage: Usage | None = None
-        self._call = call
+        self._open_call = open_call
+        self._deadline = Deadline(timeout_s)
+        self._num_retries_left = max_retries
+        self._call = open_call(timeout_s)
         self._address = address
         self._timeout_s = timeout_s
         self._closed = False
@@ -142,8 +167,8 @@ class AsyncStream:
             try:
                 response = await self._call.read()
             except grpc.aio.AioRpcError as error:
-                self._closed = True
-                raise errors.from_call(error, self._address, self._timeout_s) from error
+                await self._try_again(errors.from_call(error, self._address, self._timeout_s))
+                continue
             except asyncio.CancelledError:
                 if self._closed:  # Closed by another task while this one waited.
                     break
@@ -162,6 +187,18 @@ class AsyncStream:
                 if self.finish is None:
                     raise errors.cut_short(self._address)
         raise StopAsyncIteration
+
+    async def _try_again(self, error: NeoflexError) -> None:
+        """Waits and asks once more. Raises `error` where that is of no use."""
+        num_left = 0 if self.prompt_tokens is not None else self._num_retries_left
+        try:
+            await asyncio.sleep(self._deadline.retry_delay_s(error, num_left))
+        except NeoflexError:
+            self._closed = True
+            raise
+        self._num_retries_left -= 1
+        if not self._closed:
+            self._call = self._open_call(self._deadline.left_s)
 
     async def aclose(self) -> None:
         """Ends the request if it still runs. Harmless otherwise."""

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Self, Unpack
 
@@ -11,6 +11,8 @@ from grpc_health.v1 import health_pb2_grpc
 
 from neoflex import errors, wire
 from neoflex.channel import CHANNEL_OPTIONS, DEFAULT_ADDRESS, READY_POLL_S, READY_REQUEST, check_timeout_s, is_serving
+from neoflex.errors import NeoflexError
+from neoflex.retries import DEFAULT_RETRIES, Deadline
 from neoflex.types import Completion, Delta, Finish, GenerateOptions, Load, Message, ModelInfo, ServerInfo, Usage
 from neoflex.v1 import inference_pb2 as pb
 from neoflex.v1.inference_pb2_grpc import InferenceServiceStub
@@ -20,10 +22,13 @@ class Client:
     """Calls a NeoFlex server at `host:port` or `unix:path`. Safe to share between threads.
 
     Every call raises a NeoflexError where the server refuses or fails. `timeout` bounds a whole call, in seconds.
+    Where the server is too busy, or not ready, and says when to come back, `generate` and `stream` do so up to
+    `max_retries` times; an answer that has begun is never asked for again.
     """
 
-    def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
+    def __init__(self, address: str = DEFAULT_ADDRESS, *, max_retries: int = DEFAULT_RETRIES) -> None:
         self.address = address
+        self.max_retries = max_retries
         self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._stub = InferenceServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self._health = health_pb2_grpc.HealthStub(self._channel)
@@ -33,16 +38,28 @@ class Client:
     ) -> Completion:
         """Generates a whole answer. The prompt is a text, or one of the options `token_ids` and `messages`."""
         request = wire.generate_request(prompt, options)
-        with self._errors(timeout):
-            return wire.completion(self._stub.Generate(request, timeout=timeout))
+        deadline = Deadline(timeout)
+        for num_left in range(self.max_retries, -1, -1):
+            try:
+                with self._errors(timeout):
+                    return wire.completion(self._stub.Generate(request, timeout=deadline.left_s))
+            except NeoflexError as error:
+                time.sleep(deadline.retry_delay_s(error, num_left))
+        raise AssertionError("the last try returns or raises")
 
     def stream(
         self, prompt: str | None = None, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
     ) -> "Stream":
         """Generates an answer piece by piece; arguments as for `generate`. Closing the stream ends the request."""
         request = wire.generate_request(prompt, options)
-        call = self._stub.GenerateStream(pb.GenerateStreamRequest(request=request), timeout=timeout)
-        return Stream(call, request.request_id, self.address, timeout)
+        message = pb.GenerateStreamRequest(request=request)
+        return Stream(
+            lambda left_s: self._stub.GenerateStream(message, timeout=left_s),
+            request.request_id,
+            self.address,
+            timeout,
+            self.max_retries,
+        )
 
     def abort(self, *request_ids: str) -> tuple[str, ...]:
         """Ends running requests; returns the ids that were running."""
@@ -110,18 +127,23 @@ class Stream:
 
     def __init__(
         self,
-        call: "grpc.CallIterator[pb.GenerateStreamResponse]",
+        open_call: "Callable[[float | None], grpc.CallIterator[pb.GenerateStreamResponse]]",
         request_id: str,
         address: str,
         timeout_s: float | None,
+        max_retries: int,
     ) -> None:
+        """`open_call` takes the seconds that are left."""
         self.request_id = request_id
         self.prompt_tokens: int | None = None
         """Known from the first piece on."""
         self.finish: Finish | None = None
         self.usage: Usage | None = None
-        self._call = call
-        self._responses = iter(call)
+        self._open_call = open_call
+        self._deadline = Deadline(timeout_s)
+        self._num_retries_left = max_retries
+        self._call = open_call(timeout_s)
+        self._responses = iter(self._call)
         self._address = address
         self._timeout_s = timeout_s
         self._closed = False
@@ -140,8 +162,7 @@ class Stream:
             except grpc.RpcError as error:
                 if self._closed:  # Closed by another thread while this one waited.
                     break
-                self._closed = True
-                raise errors.from_call(error, self._address, self._timeout_s) from error
+                self._try_again(errors.from_call(error, self._address, self._timeout_s))
             else:
                 match response.WhichOneof("event"):
                     case "started":
@@ -152,6 +173,19 @@ class Stream:
                         self.finish = wire.finish(response.finished.finish)
                         self.usage = wire.usage(response.finished.usage)
         raise StopIteration
+
+    def _try_again(self, error: NeoflexError) -> None:
+        """Waits and asks once more. Raises `error` where that is of no use."""
+        num_left = 0 if self.prompt_tokens is not None else self._num_retries_left
+        try:
+            time.sleep(self._deadline.retry_delay_s(error, num_left))
+        except NeoflexError:
+            self._closed = True
+            raise
+        self._num_retries_left -= 1
+        if not self._closed:
+            self._call = self._open_call(self._deadline.left_s)
+            self._responses = iter(self._call)
 
     def close(self) -> None:
         """Ends the request if it still runs. Harmless otherwise."""

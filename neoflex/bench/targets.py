@@ -39,7 +39,7 @@ class GrpcTarget:
     vocabulary_size = _FEW_TOKENS
 
     def __init__(self, address: str, service_class: str | None) -> None:
-        self._client = AsyncClient(address)
+        self._client = AsyncClient(address, max_retries=0)  # A refusal is what is counted.
         self._options = GenerateOptions(ignore_eos=True, temperature=1.0)
         if service_class is not None:
             self._options["service_class"] = service_class

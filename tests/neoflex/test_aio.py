@@ -120,3 +120,21 @@ async def test_nobody_there() -> None:
         assert not await client.is_ready()
         with pytest.raises(DeadlineExceededError, match="was not ready within"):
             await client.wait_until_ready(0.2)
+
+
+async def test_a_refused_call_comes_back_when_the_server_says(server: InferenceServer) -> None:
+    async with AsyncClient(server.address) as client:
+        server.servicer.num_refused = 0
+        assert (await client.generate("busy twice")).text == "a b c"
+        assert server.servicer.num_refused == 2
+        server.servicer.num_refused = 0
+        assert "".join([delta.text async for delta in client.stream("busy twice")]) == "a b c"
+        assert server.servicer.num_refused == 2
+
+
+async def test_there_are_no_more_retries_than_allowed(server: InferenceServer) -> None:
+    server.servicer.num_refused = 0
+    async with AsyncClient(server.address, max_retries=1) as client:
+        with pytest.raises(UnavailableError):
+            [delta async for delta in client.stream("busy twice")]
+    assert server.servicer.num_refused == 2

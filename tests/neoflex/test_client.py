@@ -166,11 +166,36 @@ def test_a_malformed_request_names_the_field(client: Client) -> None:
     assert str(error) == "INVALID_ARGUMENT BAD_FIELD: request.sampling.top_p: must be in (0, 1], is 3"
 
 
-def test_overload_says_when_to_try_again(client: Client) -> None:
-    with pytest.raises(ResourceExhaustedError) as caught:
+def test_overload_says_when_to_try_again(server: InferenceServer) -> None:
+    with Client(server.address, max_retries=0) as client, pytest.raises(ResourceExhaustedError) as caught:
         list(client.stream("too many"))
     assert (caught.value.reason, caught.value.retry_after_s) == ("QUEUE_FULL", 1.5)
     assert str(caught.value) == "RESOURCE_EXHAUSTED QUEUE_FULL: the queue is full (try again in 1.5 s)"
+
+
+def test_a_refused_call_comes_back_when_the_server_says(client: Client, server: InferenceServer) -> None:
+    server.servicer.num_refused = 0
+    assert client.generate("busy twice").text == "a b c"
+    assert server.servicer.num_refused == 2
+    server.servicer.num_refused = 0
+    assert "".join(delta.text for delta in client.stream("busy twice")) == "a b c"
+    assert server.servicer.num_refused == 2
+
+
+def test_there_are_no_more_retries_than_allowed(server: InferenceServer) -> None:
+    server.servicer.num_refused = 0
+    with Client(server.address, max_retries=1) as client, pytest.raises(UnavailableError):
+        client.generate("busy twice")
+    server.servicer.num_refused = 0
+    with Client(server.address, max_retries=1) as client, pytest.raises(UnavailableError):
+        list(client.stream("busy twice"))
+    assert server.servicer.num_refused == 2
+
+
+def test_no_retry_beyond_the_deadline(client: Client) -> None:
+    """The refusal says more than a timeout would."""
+    with pytest.raises(ResourceExhaustedError):
+        client.generate("too many", timeout=1.0)
 
 
 def test_a_stream_lost_midway_keeps_what_came(client: Client) -> None:

@@ -45,6 +45,8 @@ class ScriptedInference(inference_pb2_grpc.InferenceServiceServicer):
 
     def __init__(self) -> None:
         self.last_request: pb.GenerateRequest | None = None
+        self.num_refused = 0
+        """Of those that said "busy twice"."""
         self.stream_cancelled = threading.Event()
 
     async def Generate(self, request: pb.GenerateRequest, context: Context[Any, Any]) -> pb.GenerateResponse:
@@ -96,6 +98,9 @@ class ScriptedInference(inference_pb2_grpc.InferenceServiceServicer):
         self.last_request = request
         if request.text == "malformed":
             raise invalid_arguments((FieldViolation("request.sampling.top_p", "must be in (0, 1], is 3"),), "BAD_FIELD")
+        if request.text == "busy twice" and self.num_refused < 2:
+            self.num_refused += 1
+            raise unavailable("LOADING", "the model is being loaded", retry_after_s=0.01)
         if request.text == "too many":
             raise resource_exhausted("QUEUE_FULL", "the queue is full", "planner.max_waiting_requests", 1.5)
 
