@@ -1,0 +1,219 @@
+"""Looks at this machine as the services will find it, and says what to change. Reads only; starts nothing."""
+
+import os
+import platform
+import resource
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from svc_common.config import Config
+from svc_common.cores import usable_cores
+from svc_common.cpu_kernels import choose_instruction_set
+from svc_common.memory import usable_memory_bytes
+from svc_common.model.store import ModelNotFoundError, resolve
+
+_FEW_FILES = 4096
+"""Open files: a connection takes one in planner and gateway each."""
+_SLOW_KERNELS = ("scalar", "avx2")
+_FAST_CLOCKS = ("tsc", "kvm-clock", "arch_sys_counter", "hyperv_clocksource_tsc_page", "xen")
+_GPU_QUERY_S = 10.0
+_GIB = 2**30
+
+
+class Level(Enum):
+    OK = "ok"
+    NOTE = "note"
+    """It runs, slower or less than it could."""
+    PROBLEM = "problem"
+    """It will not start, or not do what the configuration says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    level: Level
+    topic: str
+    found: str
+    advice: str = ""
+
+
+def examine(config: Config, root: Path = Path("/")) -> Iterator[Finding]:
+    """Every finding, the good ones too. `root` is where /proc, /sys and the like are read."""
+    gpu = _gpu_name()
+    yield _gpu(config, gpu)
+    yield _memory(config, plays_gpu=gpu is None and config.gpu.device != "cuda")
+    for check in _CHECKS:
+        yield from check(config, root)
+    if gpu is not None:
+        yield _locked_memory(config)
+
+
+def _gpu(config: Config, name: str | None) -> Finding:
+    if name is None and config.gpu.device == "cuda":
+        advice = 'gpu.device is "cuda": install the driver, give the container the GPU, or set "auto"'
+        return Finding(Level.PROBLEM, "GPU", "nvidia-smi finds none", advice)
+    if name is None:
+        return Finding(Level.OK, "GPU", "none: the CPU plays it, in a process of its own")
+    if config.gpu.device == "cpu":
+        return Finding(Level.NOTE, "GPU", name, 'gpu.device is "cpu": the GPU stays idle; "auto" takes it')
+    return Finding(Level.OK, "GPU", name)
+
+
+def _gpu_name() -> str | None:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    query = [program, "--query-gpu=name,memory.total", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, check=True, timeout=_GPU_QUERY_S)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return "; ".join(done.stdout.split("\n")).strip("; ") or None
+
+
+def _model(config: Config, root: Path) -> Iterator[Finding]:
+    try:
+        files = resolve(config.model.source)
+    except ModelNotFoundError as error:
+        yield Finding(Level.PROBLEM, "model", config.model.source, str(error))
+    else:
+        yield Finding(Level.OK, "model", files.name)
+
+
+def _processor(config: Config, root: Path) -> Iterator[Finding]:
+    try:
+        kernel = choose_instruction_set(config.cpu_attn.instruction_set)
+    except ValueError as error:
+        yield Finding(Level.PROBLEM, "CPU kernels", platform.machine(), f"cpu_attn.instruction_set: {error}")
+        return
+    slow = kernel in _SLOW_KERNELS
+    advice = "attention on the CPU gains from a processor with AVX-512 or NEON" if slow else ""
+    yield Finding(Level.NOTE if slow else Level.OK, "CPU kernels", kernel, advice)
+
+
+def _cores(config: Config, root: Path) -> Iterator[Finding]:
+    cores, here = usable_cores(), os.cpu_count() or 1
+    wanted = config.gpu.num_threads + (config.cpu_attn.num_threads if config.cpu_attn.kv_bytes else 0)
+    found = f"{cores} of {here}" if cores < here else str(cores)
+    if wanted > cores:
+        advice = f"gpu.num_threads and cpu_attn.num_threads are {wanted} together: one too many slows all down"
+        yield Finding(Level.PROBLEM, "cores", found, advice)
+    elif cores < here:
+        yield Finding(Level.NOTE, "cores", found, "affinity or the cgroup's quota keeps the others from this process")
+    else:
+        yield Finding(Level.OK, "cores", found)
+
+
+def _memory(config: Config, plays_gpu: bool) -> Finding:
+    """`plays_gpu`: the GPU's KV lies in this memory, too."""
+    usable = usable_memory_bytes()
+    wanted = {"cpu_attn.kv_bytes": config.cpu_attn.kv_bytes}
+    if plays_gpu:
+        wanted["gpu.kv_bytes"] = config.gpu.kv_bytes
+    total = sum(wanted.values())
+    found = f"{usable / _GIB:.1f} GiB to use, {total / _GIB:.1f} GiB asked for KV"
+    if total > usable:
+        return Finding(Level.PROBLEM, "memory", found, f"lower {' or '.join(wanted)}, or raise the container's limit")
+    return Finding(Level.OK, "memory", found)
+
+
+def _segment(config: Config, root: Path) -> Iterator[Finding]:
+    if not config.cpu_attn.kv_bytes:
+        return
+    directory = config.cpu_attn.segment_dir
+    try:
+        status = os.statvfs(root / directory.relative_to("/") if directory.is_absolute() else directory)
+    except OSError as error:
+        yield Finding(Level.PROBLEM, "shared memory", str(directory), f"cpu_attn.segment_dir: {error.strerror}")
+        return
+    free = status.f_bavail * status.f_frsize
+    found = f"{directory}: {free / _GIB:.2f} GiB free, cpu_attn.kv_bytes {config.cpu_attn.kv_bytes / _GIB:.2f} GiB"
+    if config.cpu_attn.kv_bytes > free:
+        advice = "raise --shm-size (compose: shm_size), mount a larger tmpfs, or name another cpu_attn.segment_dir"
+        yield Finding(Level.PROBLEM, "shared memory", found, advice)
+    else:
+        yield Finding(Level.OK, "shared memory", found)
+
+
+def _huge_pages(config: Config, root: Path) -> Iterator[Finding]:
+    path = "sys/kernel/mm/transparent_hugepage/shmem_enabled"
+    text = _read(root / path)
+    setting = text.partition("[")[2].partition("]")[0] if "[" in text else ""
+    if setting in ("always", "advise", "within_size", "force"):
+        yield Finding(Level.OK, "huge pages", f"shared memory: {setting}")
+    else:
+        advice = f"as root: echo advise > /{path}; attention then looks up fewer addresses"
+        yield Finding(Level.NOTE, "huge pages", f"shared memory: {setting or 'not known'}", advice)
+
+
+def _numa(config: Config, root: Path) -> Iterator[Finding]:
+    nodes = len(list((root / "sys/devices/system/node").glob("node[0-9]*")))
+    if nodes > 1:
+        advice = "run one CPU attention service per node: a pool on the other node is read at half the speed"
+        yield Finding(Level.NOTE, "NUMA nodes", str(nodes), advice)
+    else:
+        yield Finding(Level.OK, "NUMA nodes", str(max(1, nodes)))
+
+
+def _clock(config: Config, root: Path) -> Iterator[Finding]:
+    source = _read(root / "sys/devices/system/clocksource/clocksource0/current_clocksource")
+    if source in _FAST_CLOCKS:
+        yield Finding(Level.OK, "clock", source)
+    else:
+        advice = "reading the time may cost a system call; prefer tsc where the machine has it"
+        yield Finding(Level.NOTE, "clock", source or "not known", advice)
+
+
+def _governor(config: Config, root: Path) -> Iterator[Finding]:
+    governor = _read(root / "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
+    if governor == "powersave":
+        yield Finding(Level.NOTE, "CPU frequency", governor, "as root: cpupower frequency-set -g performance")
+    elif governor:
+        yield Finding(Level.OK, "CPU frequency", governor)
+
+
+def _open_files(config: Config, root: Path) -> Iterator[Finding]:
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit < _FEW_FILES:
+        advice = (
+            f"ulimit -n {_FEW_FILES if most == resource.RLIM_INFINITY else min(most, _FEW_FILES)}, for many clients"
+        )
+        yield Finding(Level.NOTE, "open files", str(limit), advice)
+    else:
+        yield Finding(Level.OK, "open files", str(limit))
+
+
+def _locked_memory(config: Config) -> Finding:
+    """The GPU's driver locks the host pool."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if limit == resource.RLIM_INFINITY:
+        return Finding(Level.OK, "locked memory", "unlimited")
+    found = f"{limit / _GIB:.2f} GiB"
+    if limit >= config.cpu_attn.kv_bytes:
+        return Finding(Level.OK, "locked memory", found)
+    advice = "ulimit -l unlimited (compose: ulimits: memlock: -1), where the driver counts pinned memory"
+    return Finding(Level.NOTE, "locked memory", found, advice)
+
+
+def _read(path: Path) -> str:
+    """Empty where there is no such file."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+_CHECKS: tuple[Callable[[Config, Path], Iterator[Finding]], ...] = (
+    _model,
+    _processor,
+    _cores,
+    _segment,
+    _huge_pages,
+    _numa,
+    _clock,
+    _governor,
+    _open_files,
+)

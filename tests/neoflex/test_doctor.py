@@ -1,0 +1,106 @@
+"""`neoflex doctor` on machines made of files."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from support.command import Run
+
+from neoflex import doctor
+from neoflex.doctor import Finding, Level, examine
+from svc_common.config import Config, parse
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A good one without a GPU; tests change its files."""
+    files = {
+        "sys/kernel/mm/transparent_hugepage/shmem_enabled": "always within_size [advise] never deny force\n",
+        "sys/devices/system/clocksource/clocksource0/current_clocksource": "tsc\n",
+        "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "performance\n",
+        "sys/devices/system/node/node0/cpulist": "0-3\n",
+        "dev/shm/.keep": "",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(doctor, "_gpu_name", lambda: None)
+    monkeypatch.setattr(doctor, "usable_cores", lambda: 4)
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(doctor, "usable_memory_bytes", lambda: 16 * 2**30)
+    return tmp_path
+
+
+def find(machine: Path, topic: str, **sections: dict[str, object]) -> Finding:
+    config = parse(dict(sections), "test") if sections else Config()
+    return next(item for item in examine(config, machine) if item.topic == topic)
+
+
+def test_a_good_machine_has_no_problem(machine: Path) -> None:
+    levels = {item.topic: item.level for item in examine(Config(), machine)}
+    good = ("GPU", "model", "cores", "memory", "huge pages", "NUMA nodes", "clock", "CPU frequency")
+    assert {topic: levels[topic] for topic in good} == dict.fromkeys(good, Level.OK)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "topic", "advice"),
+    [
+        ("sys/kernel/mm/transparent_hugepage/shmem_enabled", "always [never]", "huge pages", "echo advise >"),
+        ("sys/devices/system/clocksource/clocksource0/current_clocksource", "hpet", "clock", "prefer tsc"),
+        ("sys/devices/system/cpu/cpu0/cpufreq/scaling_governor", "powersave", "CPU frequency", "performance"),
+        ("sys/devices/system/node/node1/cpulist", "4-7", "NUMA nodes", "one CPU attention service per node"),
+    ],
+)
+def test_what_is_slow_is_noted(machine: Path, file: str, text: str, topic: str, advice: str) -> None:
+    (machine / file).parent.mkdir(exist_ok=True)
+    (machine / file).write_text(text)
+    found = find(machine, topic)
+    assert found.level is Level.NOTE
+    assert advice in found.advice
+
+
+def test_more_threads_than_cores(machine: Path) -> None:
+    found = find(machine, "cores", gpu={"num_threads": 4}, cpu_attn={"num_threads": 1})
+    assert found.level is Level.PROBLEM
+    assert "are 5 together" in found.advice
+
+
+def test_more_kv_than_memory(machine: Path) -> None:
+    found = find(machine, "memory", gpu={"kv_bytes": "9GiB"}, cpu_attn={"kv_bytes": "9GiB"})
+    assert found.level is Level.PROBLEM
+    assert found.advice.startswith("lower cpu_attn.kv_bytes or gpu.kv_bytes")
+
+
+def test_a_pool_larger_than_shared_memory(machine: Path) -> None:
+    found = find(machine, "shared memory", cpu_attn={"kv_bytes": 2**60, "segment_dir": "/dev/shm"})
+    assert found.level is Level.PROBLEM
+    assert "--shm-size" in found.advice
+    found = find(machine, "shared memory", cpu_attn={"segment_dir": "/nowhere"})
+    assert found.advice == "cpu_attn.segment_dir: No such file or directory"
+
+
+def test_a_model_that_is_not_here(machine: Path) -> None:
+    found = find(machine, "model", model={"source": "/no/such/model"})
+    assert found.level is Level.PROBLEM
+
+
+def test_cuda_without_a_gpu_and_a_gpu_without_cuda(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find(machine, "GPU", gpu={"device": "cuda"}).level is Level.PROBLEM
+    monkeypatch.setattr(doctor, "_gpu_name", lambda: "NVIDIA A10G, 23028 MiB")
+    assert find(machine, "GPU").found == "NVIDIA A10G, 23028 MiB"
+    assert find(machine, "GPU", gpu={"device": "cpu"}).level is Level.NOTE
+    assert find(machine, "locked memory").topic == "locked memory"
+
+
+def test_the_command_ends_with_1_where_it_would_not_run(run: Run, tmp_path: Path) -> None:
+    config = tmp_path / "server.toml"
+    config.write_text('[model]\nsource = "/no/such/model"\n')
+    ended = run("doctor", "--config", str(config), "--json")
+    assert ended.code == 1
+    findings = [json.loads(line) for line in ended.out.splitlines()]
+    model = next(item for item in findings if item["topic"] == "model")
+    assert model["level"] == "problem"
+    assert "/no/such/model" in model["advice"]
+    config.write_text("[gpu]\nkv_byte = 1\n")
+    assert "gpu.kv_byte: unknown key" in run("doctor", "--config", str(config)).err
