@@ -3,7 +3,7 @@
 from collections import deque
 from statistics import median
 
-from planner_svc.estimator.estimator import Estimator, Question
+from planner_svc.estimator.estimator import Estimator, IterationLoad
 from planner_svc.estimator.fit import Fit
 from planner_svc.estimator.terms import Factors, Terms
 from svc_common.plan import Mode, Timings
@@ -33,16 +33,16 @@ class Calibration:
         """Multiply a prediction of `estimator` by this: what its parts together still miss in this mode."""
         return self._remainders[mode].value if mode in self._remainders else 1.0
 
-    def observe(self, mode: Mode, question: Question, timings: Timings) -> None:
-        """`question`: what `iteration_s` was asked when this iteration was planned.
+    def observe(self, mode: Mode, load: IterationLoad, timings: Timings) -> None:
+        """`load`: what the iteration was planned to do.
 
         An iteration without a prediction or without a clock says nothing.
         """
         total_s = timings.total_ns / 1e9
         if total_s <= 0:
             return
-        self._fit(self.estimator.terms(*question), timings)
-        predicted_s = self.estimator.iteration_s(*question)
+        self._fit(self.estimator.terms(load), timings)
+        predicted_s = self.estimator.iteration_s(load)
         if predicted_s > 0:
             self._remainders.setdefault(mode, _Remainder()).observe(total_s / predicted_s)
 

@@ -51,8 +51,26 @@ class CohortLoad:
 EMPTY_LOAD = SubBatchLoad()
 NO_COHORT = CohortLoad()
 
-Question = tuple[SubBatchLoad, SubBatchLoad, int, int, CohortLoad]
-"""All arguments of `iteration_s`."""
+
+@dataclass(frozen=True, slots=True)
+class IterationLoad:
+    """All that an iteration does, as an estimator prices it.
+
+    Without a second sub-batch and CPU decodes this is the GPU-only batch. Beside a cohort there is no second one.
+    """
+
+    first: SubBatchLoad = EMPTY_LOAD
+    second: SubBatchLoad = EMPTY_LOAD
+    swap_out_bytes: int = 0
+    """Over all layers, to the host."""
+    swap_in_bytes: int = 0
+    """Over all layers, to the GPU."""
+    cohort: CohortLoad = NO_COHORT
+
+    @property
+    def num_outputs(self) -> int:
+        """Sequences that get a token."""
+        return self.first.num_outputs + self.second.num_outputs + self.cohort.num_outputs
 
 
 def hidden_cohort_layers(num_layers: int, layer_s: float, attention_s: float) -> float:
@@ -93,28 +111,11 @@ class Estimator(Protocol):
         """Output head and sampling, per iteration."""
         ...
 
-    def iteration_s(
-        self,
-        first: SubBatchLoad,
-        second: SubBatchLoad = EMPTY_LOAD,
-        swap_out_bytes: int = 0,
-        swap_in_bytes: int = 0,
-        cohort: CohortLoad = NO_COHORT,
-    ) -> float:
-        """A whole iteration. Without a second sub-batch and CPU decodes this is the GPU-only batch.
-
-        Beside a cohort there is no second one. Swaps are bytes over all layers, out to the host and in to the GPU.
-        """
+    def iteration_s(self, load: IterationLoad) -> float:
+        """A whole iteration."""
         ...
 
-    def terms(
-        self,
-        first: SubBatchLoad,
-        second: SubBatchLoad = EMPTY_LOAD,
-        swap_out_bytes: int = 0,
-        swap_in_bytes: int = 0,
-        cohort: CohortLoad = NO_COHORT,
-    ) -> Terms:
+    def terms(self, load: IterationLoad) -> Terms:
         """The parts of `iteration_s`, in seconds of the whole iteration."""
         ...
 

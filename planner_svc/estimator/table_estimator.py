@@ -4,7 +4,7 @@ import copy
 from collections.abc import Sequence
 from typing import NamedTuple, Self
 
-from planner_svc.estimator.estimator import EMPTY_LOAD, NO_COHORT, CohortLoad, SubBatchLoad
+from planner_svc.estimator.estimator import CohortLoad, IterationLoad, SubBatchLoad
 from planner_svc.estimator.interpolation import Curve, Surface
 from planner_svc.estimator.tables import DecodePoint, LinearPoint, OperationTables
 from planner_svc.estimator.terms import Factors, Terms
@@ -96,21 +96,14 @@ class TableEstimator:
         """Of all layers."""
         return self._factors.swap * self._s_per_swap_byte * num_bytes
 
-    def iteration_s(
-        self,
-        first: SubBatchLoad,
-        second: SubBatchLoad = EMPTY_LOAD,
-        swap_out_bytes: int = 0,
-        swap_in_bytes: int = 0,
-        cohort: CohortLoad = NO_COHORT,
-    ) -> float:
+    def iteration_s(self, load: IterationLoad) -> float:
         """Layers, head, swaps, which the executor makes before the layers, and a constant."""
-        layers = self._layers(first, second, cohort)
+        layers = self._layers(load.first, load.second, load.cohort)
         return (
             layers.gpu_s
             + layers.cpu_wait_s
-            + self.head_s(first.num_outputs + second.num_outputs + cohort.num_outputs)
-            + self.swap_s(swap_out_bytes + swap_in_bytes)
+            + self.head_s(load.num_outputs)
+            + self.swap_s(load.swap_out_bytes + load.swap_in_bytes)
             + self._factors.overhead * self._overhead_s
         )
 
@@ -159,20 +152,14 @@ class TableEstimator:
         wait_s += num_shorter * max(0.0, attention_s - num_beside * layer_s)
         return _Layers(cohort.num_layers * linear_s + self.num_layers * layer_s, wait_s, overlap_s)
 
-    def terms(
-        self,
-        first: SubBatchLoad,
-        second: SubBatchLoad = EMPTY_LOAD,
-        swap_out_bytes: int = 0,
-        swap_in_bytes: int = 0,
-        cohort: CohortLoad = NO_COHORT,
-    ) -> Terms:
+    def terms(self, load: IterationLoad) -> Terms:
         """The same iteration by its parts."""
+        first, second, cohort = load.first, load.second, load.cohort
         layers = self._layers(first, second, cohort)
         # (layers, tokens in each, sequences and context attended on the CPU in each)
         passes = [
-            (self.num_layers, load.num_tokens, load.num_cpu_decodes, load.cpu_context_tokens)
-            for load in (first, second)
+            (self.num_layers, batch.num_tokens, batch.num_cpu_decodes, batch.cpu_context_tokens)
+            for batch in (first, second)
         ]
         passes.append((cohort.num_layers, cohort.num_sequences, cohort.num_sequences, cohort.context_tokens))
         weights_s = tokens_s = copy_s = cpu_s = 0.0
@@ -182,7 +169,7 @@ class TableEstimator:
             tokens_s += num_layers * parts[1]
             copy_s += num_layers * self._cpu_copy_s(num_cpu)
             cpu_s += num_layers * self._cpu_attention_s(num_cpu, cpu_context)
-        prefill_s = sum(self.prefill_s(*chunk) for load in (first, second) for chunk in load.prefill_chunks)
+        prefill_s = sum(self.prefill_s(*chunk) for batch in (first, second) for chunk in batch.prefill_chunks)
         return Terms(
             weights_s=weights_s,
             tokens_s=tokens_s,
@@ -192,26 +179,19 @@ class TableEstimator:
             overlap_s=layers.overlap_s,
             cpu_wait_s=layers.cpu_wait_s,
             cpu_decode_s=cpu_s,
-            head_s=self.head_s(first.num_outputs + second.num_outputs + cohort.num_outputs),
-            swap_s=self.swap_s(swap_out_bytes + swap_in_bytes),
+            head_s=self.head_s(load.num_outputs),
+            swap_s=self.swap_s(load.swap_out_bytes + load.swap_in_bytes),
         )
 
-    def timeline(
-        self,
-        first: SubBatchLoad,
-        second: SubBatchLoad = EMPTY_LOAD,
-        swap_out_bytes: int = 0,
-        swap_in_bytes: int = 0,
-        cohort: CohortLoad = NO_COHORT,
-    ) -> Timeline:
+    def timeline(self, load: IterationLoad) -> Timeline:
         """The same iteration as how long each processor and each way of the link works in it."""
-        terms = self.terms(first, second, swap_out_bytes, swap_in_bytes, cohort)
+        terms = self.terms(load)
         return Timeline(
-            total_s=self.iteration_s(first, second, swap_out_bytes, swap_in_bytes, cohort),
+            total_s=self.iteration_s(load),
             gpu_s=terms.weights_s + terms.tokens_s + terms.prefill_s + terms.gpu_decode_s + terms.head_s,
             cpu_s=terms.cpu_decode_s,
-            link_out_s=self.swap_s(swap_out_bytes),
-            link_in_s=self.swap_s(swap_in_bytes),
+            link_out_s=self.swap_s(load.swap_out_bytes),
+            link_in_s=self.swap_s(load.swap_in_bytes),
         )
 
 

@@ -9,7 +9,7 @@ from planner_svc.estimator import (
     NO_COHORT,
     CohortLoad,
     Estimator,
-    Question,
+    IterationLoad,
     SubBatchLoad,
     hidden_cohort_layers,
 )
@@ -76,11 +76,13 @@ class Work:
 
     def seconds(self, shape: Shape) -> float:
         """Predicted, before the mode's own factor."""
-        return self._estimator.iteration_s(*self.question(shape))
+        return self._estimator.iteration_s(self.load(shape))
 
-    def question(self, shape: Shape) -> Question:
-        """What an estimator is asked about it."""
-        return (*self.loads(shape), *self._swap_bytes, self._cohort_load(shape))
+    def load(self, shape: Shape) -> IterationLoad:
+        """As an estimator prices it."""
+        first, second = self.loads(shape)
+        swap_out_bytes, swap_in_bytes = self._swap_bytes
+        return IterationLoad(first, second, swap_out_bytes, swap_in_bytes, self._cohort_load(shape))
 
     def num_decodes(self, shape: Shape) -> float:
         """Tokens decoded; of a cohort that part of each which its layers make up."""

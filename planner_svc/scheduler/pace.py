@@ -5,7 +5,7 @@ Admission by memory alone lets the CPU fall behind until nobody's tokens come in
 
 from collections.abc import Iterable
 
-from planner_svc.estimator import Calibration, CohortLoad, Estimator, SubBatchLoad, hidden_cohort_layers
+from planner_svc.estimator import Calibration, CohortLoad, Estimator, IterationLoad, SubBatchLoad, hidden_cohort_layers
 from planner_svc.scheduler.search import last_fitting
 from planner_svc.scheduler.sequence import Sequence
 from planner_svc.scheduler.urgency import bounds
@@ -206,7 +206,7 @@ class Pace:
         cohort = CohortLoad(num_cpu, cpu_context, max(1, round(num_hidden)))
         chunks = ((num_prefill, 0),) if num_prefill else ()
         batch = SubBatchLoad(chunks, num_gpu, gpu_context, num_outputs=num_gpu)
-        seconds = estimator.iteration_s(batch, cohort=cohort)
+        seconds = estimator.iteration_s(IterationLoad(batch, cohort=cohort))
         num_decodes = num_cpu * cohort.num_layers / num_layers
         return (num_gpu + num_decodes) / max(_SHORTEST_S, seconds), num_decodes
 
@@ -223,7 +223,7 @@ class Pace:
         chunks = ((num_prefill, 0),) if num_prefill else ()
         num_outputs = num_gpu + num_cpu
         return self._estimator.iteration_s(
-            SubBatchLoad(chunks, num_gpu, gpu_context, num_cpu, cpu_context, num_outputs=num_outputs)
+            IterationLoad(SubBatchLoad(chunks, num_gpu, gpu_context, num_cpu, cpu_context, num_outputs=num_outputs))
         )
 
     def _options(self, num_cpu: int, cpu_context: int, num_prefill: int) -> tuple[float, float]:
@@ -234,9 +234,11 @@ class Pace:
         num_second = min(num_prefill, max(0, (num_gpu + num_cpu + num_prefill) // 2 - half))
         first, second = (((n, 0),) if n else () for n in (num_prefill - num_second, num_second))
         two_s = self._estimator.iteration_s(
-            SubBatchLoad(
-                first, num_gpu, gpu_context, num_cpu - half, cpu_context - half_context, num_outputs=num_gpu + half
-            ),
-            SubBatchLoad(second, num_cpu_decodes=half, cpu_context_tokens=half_context, num_outputs=half),
+            IterationLoad(
+                SubBatchLoad(
+                    first, num_gpu, gpu_context, num_cpu - half, cpu_context - half_context, num_outputs=num_gpu + half
+                ),
+                SubBatchLoad(second, num_cpu_decodes=half, cpu_context_tokens=half_context, num_outputs=half),
+            )
         )
         return self._one_s(num_cpu, cpu_context, num_prefill), two_s

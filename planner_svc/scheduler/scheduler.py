@@ -142,10 +142,8 @@ class Scheduler:
             return None
         self._iteration += 1
         plan = self._make_plan(batch, decision.predicted_s)
-        question = work.question(decision.shape)
-        self._in_flight.add(
-            Planned(plan.iteration, plan.mode, batch.has_work, question, expected, plan.predicted_s), now
-        )
+        load = work.load(decision.shape)
+        self._in_flight.add(Planned(plan.iteration, plan.mode, batch.has_work, load, expected, plan.predicted_s), now)
         if batch.cohort:
             cohort.take(batch.cohort)
         return plan
@@ -189,7 +187,7 @@ class Scheduler:
         planned = self._in_flight.take(result, now)
         self._nothing_to_plan = False
         if planned.computes:
-            self._calibration.observe(planned.mode, planned.question, result.timings)
+            self._calibration.observe(planned.mode, planned.load, result.timings)
             self._costs.refresh()
         events = [
             self._take_token(sequence, token_id, result, now)

@@ -3,7 +3,16 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from planner_svc.estimator import EMPTY_LOAD, NO_COHORT, CohortLoad, Estimator, SubBatchLoad, Terms, Timeline
+from planner_svc.estimator import (
+    EMPTY_LOAD,
+    NO_COHORT,
+    CohortLoad,
+    Estimator,
+    IterationLoad,
+    SubBatchLoad,
+    Terms,
+    Timeline,
+)
 from svc_common.plan import CohortStep, IterationPlan, IterationResult, PrefillChunk, SubBatch, Tier, Timings
 
 _TOKEN = 0
@@ -21,14 +30,7 @@ class _Held:
 class Truth(Estimator, Protocol):
     """An estimator that also says how long each lane works."""
 
-    def timeline(
-        self,
-        first: SubBatchLoad,
-        second: SubBatchLoad,
-        swap_out_bytes: int,
-        swap_in_bytes: int,
-        cohort: CohortLoad,
-    ) -> Timeline: ...
+    def timeline(self, load: IterationLoad) -> Timeline: ...
 
 
 class SimulatedExecutor:
@@ -64,9 +66,9 @@ class SimulatedExecutor:
         if loads or plan.swaps or plan.cohort:
             first, second = (*loads, EMPTY_LOAD, EMPTY_LOAD)[:2]
             size = self._kv_bytes_per_token
-            question = (first, second, out_tokens * size, in_tokens * size, cohort)
-            timeline = self._estimator.timeline(*question)
-            timings = timings_of(timeline.total_s, self._estimator.terms(*question))
+            load = IterationLoad(first, second, out_tokens * size, in_tokens * size, cohort)
+            timeline = self._estimator.timeline(load)
+            timings = timings_of(timeline.total_s, self._estimator.terms(load))
         self.worked += timeline
         self.latest = timeline
         return timeline.total_s, IterationResult(plan.epoch, plan.iteration, tuple(tokens), timings=timings)
