@@ -7,8 +7,10 @@ from planner_svc.estimator.estimator import (
     CohortLoad,
     Estimator,
     IterationLoad,
+    PoolLoads,
     SubBatchLoad,
     hidden_cohort_layers,
+    slowest_pool_s,
 )
 from planner_svc.estimator.hardware import HardwareSpec, ModelFigures
 from planner_svc.estimator.roofline import RooflineEstimator
@@ -30,6 +32,7 @@ __all__ = [
     "LinearPoint",
     "ModelFigures",
     "OperationTables",
+    "PoolLoads",
     "PrefillPoint",
     "RooflineEstimator",
     "SubBatchLoad",
@@ -37,4 +40,5 @@ __all__ = [
     "Terms",
     "Timeline",
     "hidden_cohort_layers",
+    "slowest_pool_s",
 ]

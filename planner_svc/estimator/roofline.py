@@ -20,7 +20,7 @@ import copy
 from collections.abc import Iterable
 from typing import Self
 
-from planner_svc.estimator.estimator import CohortLoad, IterationLoad, SubBatchLoad
+from planner_svc.estimator.estimator import CohortLoad, IterationLoad, SubBatchLoad, pools_s, slowest_pool_s
 from planner_svc.estimator.hardware import HardwareSpec, ModelFigures
 from planner_svc.estimator.terms import Factors, Terms
 from planner_svc.estimator.timeline import Timeline
@@ -80,16 +80,16 @@ class RooflineEstimator:
         """Of one layer."""
         return self._factors.gpu_decode * self._gpu_context_token_s * context_tokens
 
-    def cpu_decode_s(self, num_sequences: int, context_tokens: int) -> float:
-        """Of one layer."""
+    def cpu_decode_s(self, num_sequences: int, context_tokens: int, pool: int = 0) -> float:
+        """Of one layer. The machine's figures are those of each pool."""
         if num_sequences == 0:
             return 0.0
-        return self._cpu_attention_s(num_sequences, context_tokens) + self._cpu_hop_s
+        return self._cpu_attention_s(num_sequences, context_tokens, pool) + self._cpu_hop_s
 
-    def _cpu_attention_s(self, num_sequences: int, context_tokens: int) -> float:
+    def _cpu_attention_s(self, num_sequences: int, context_tokens: int, pool: int = 0) -> float:
         """Without the way there and back."""
         attention_s = context_tokens * self._cpu_context_token_s + num_sequences * self._cpu_sequence_s
-        return self._factors.cpu_decode * attention_s
+        return self._factors.cpu_pool(pool) * attention_s
 
     def head_s(self, num_outputs: int) -> float:
         """Of one iteration. The weights are read whatever the number of outputs."""
@@ -119,19 +119,16 @@ class RooflineEstimator:
     def terms(self, load: IterationLoad) -> Terms:
         """The same iteration by its parts; the GPU's work is not slowed by the CPU's."""
         first, second, cohort = load.first, load.second, load.cohort
-        # (layers, tokens in each, sequences and context attended on the CPU in each)
-        passes = [
-            (self.num_layers, batch.num_tokens, batch.num_cpu_decodes, batch.cpu_context_tokens)
-            for batch in (first, second)
-        ]
-        passes.append((cohort.num_layers, cohort.num_sequences, cohort.num_sequences, cohort.context_tokens))
-        weights_s = tokens_s = cpu_s = 0.0
-        for num_layers, num_tokens, num_cpu, cpu_context in passes:
+        # (layers, tokens in each)
+        passes = [(self.num_layers, batch.num_tokens) for batch in (first, second)]
+        passes.append((cohort.num_layers, cohort.num_sequences))
+        weights_s = tokens_s = 0.0
+        for num_layers, num_tokens in passes:
             if num_tokens:
                 parts = self._linear_parts_s(num_tokens)
                 weights_s += num_layers * parts[0]
                 tokens_s += num_layers * parts[1]
-                cpu_s += num_layers * self._cpu_attention_s(num_cpu, cpu_context)
+        cpu_pools_s = pools_s(load, self.num_layers, self._cpu_attention_s)
         prefill_s = self.num_layers * sum(_prefills_s(self, batch.prefill_chunks) for batch in (first, second))
         decode_s = self.num_layers * self.gpu_decode_s(first.num_gpu_decodes, first.gpu_context_tokens)
         layers_s = self._layers_s(first, second, cohort)
@@ -143,7 +140,8 @@ class RooflineEstimator:
             gpu_decode_s=decode_s,
             overhead_s=self._overhead_s(),
             cpu_wait_s=max(0.0, layers_s - weights_s - tokens_s - prefill_s - decode_s),
-            cpu_decode_s=cpu_s,
+            cpu_decode_s=sum(cpu_pools_s),
+            cpu_pools_s=cpu_pools_s if len(cpu_pools_s) > 1 else (),
             head_s=self.head_s(_num_items(load)),
             swap_s=swap_s,
             swap_hidden_s=layers_s,
@@ -156,7 +154,7 @@ class RooflineEstimator:
         gpu_layer_s = sum(self.linear_s(batch.num_tokens) + self._gpu_attention_s(batch) for batch in batches)
         cpu_layer_s = sum(self._cpu_s(batch) for batch in batches)
         cohort_linear_s = self.linear_s(cohort.num_sequences)
-        cohort_cpu_s = self.cpu_decode_s(cohort.num_sequences, cohort.context_tokens)
+        cohort_cpu_s = slowest_pool_s(self, cohort.num_sequences, cohort.context_tokens, cohort.cpu_pools)
         head_s = self.head_s(_num_items(load))
         return Timeline(
             total_s=self.iteration_s(load),
@@ -185,7 +183,8 @@ class RooflineEstimator:
         if cohort.num_layers == 0:
             return batch_s
         linear_s = self.linear_s(cohort.num_sequences)
-        tau_s = self.cpu_decode_s(cohort.num_sequences, cohort.context_tokens) + linear_s + layer_s / 2
+        attention_s = slowest_pool_s(self, cohort.num_sequences, cohort.context_tokens, cohort.cpu_pools)
+        tau_s = attention_s + linear_s + layer_s / 2
         return max(batch_s + cohort.num_layers * linear_s, cohort.num_layers * tau_s)
 
     def _gpu_attention_s(self, load: SubBatchLoad) -> float:
@@ -193,7 +192,7 @@ class RooflineEstimator:
         return decode_s + _prefills_s(self, load.prefill_chunks)
 
     def _cpu_s(self, load: SubBatchLoad) -> float:
-        return self.cpu_decode_s(load.num_cpu_decodes, load.cpu_context_tokens)
+        return slowest_pool_s(self, load.num_cpu_decodes, load.cpu_context_tokens, load.cpu_pools)
 
 
 def _num_items(load: IterationLoad) -> int:

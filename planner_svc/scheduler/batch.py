@@ -16,6 +16,8 @@ class Chunk:
     total_tokens: int
     """Of the whole prompt, outputs to recompute included."""
     tier: Tier
+    pool: int = 0
+    """Where the tier is the host."""
 
     @property
     def is_admission(self) -> bool:

@@ -48,6 +48,11 @@ class Costs:
         self.swap_block_s = (out_s + in_s) / _LINK_BLOCKS
         """Of the link, for a block, to the host and back."""
 
+    @property
+    def estimator(self) -> Estimator:
+        """Corrected by what was observed so far."""
+        return self._calibration.estimator
+
     def recompute_s(self, sequence: Sequence) -> float:
         """Seconds of the executor, for what of the sequence has been computed."""
         return sequence.num_computed_tokens / self.prefill_tokens_per_s

@@ -1,5 +1,6 @@
 """Owns the queues and both block allocators: `plan` makes an IterationPlan, `apply` takes its result."""
 
+from collections import Counter
 from typing import Literal
 
 from planner_svc.estimator import Calibration, Estimator
@@ -172,9 +173,17 @@ class Scheduler:
             new_blocks=changes.ordered_new_blocks(),
             sub_batches=batch.sub_batches(),
             cohort=batch.cohort_step(),
-            host_blocks_used=self._residency.used(Tier.HOST),
             predicted_s=predicted_s,
+            pool_decodes=self._pool_decodes(batch),
         )
+
+    def _pool_decodes(self, batch: Batch) -> tuple[int, ...]:
+        num_pools = len(self._capacity.host_pools)
+        if num_pools < 2:
+            return ()
+        cohort = batch.cohort.sequences if batch.cohort else ()
+        counts = Counter(item.pool for item in (*batch.cpu_decodes[0], *batch.cpu_decodes[1], *cohort))
+        return tuple(counts[pool] for pool in range(num_pools))
 
     def apply(self, result: IterationResult, now: float) -> Applied:
         """Takes the result of the oldest plan not yet applied; one of an earlier epoch changes nothing.
@@ -187,7 +196,7 @@ class Scheduler:
         planned = self._in_flight.take(result, now)
         self._nothing_to_plan = False
         if planned.computes:
-            self._calibration.observe(planned.mode, planned.load, result.timings)
+            self._calibration.observe(planned.mode, planned.load, result.timings, result.pool_work)
             self._costs.refresh()
         events = [
             self._take_token(sequence, token_id, result, now)
@@ -218,12 +227,11 @@ class Scheduler:
 
     # --- failure
 
-    def reset(self, capacity: Capacity, estimator: Estimator, epoch: int, lose_host: bool) -> tuple[int, ...]:
+    def reset(self, capacity: Capacity, estimator: Estimator, epoch: int) -> tuple[int, ...]:
         """Starts a new epoch on an executor that holds nothing: plans in flight are forgotten.
 
         Sequences are queued again in order of arrival, to be recomputed from prompt and tokens applied so far.
-        Returns those that are lost instead: with `lose_host` all whose KV was on the host, and any that can no
-        longer fit.
+        Returns those that are lost instead, as they fit nowhere any more.
         """
         if epoch <= self._epoch:
             raise ValueError(f"epoch {epoch} does not follow {self._epoch}")
@@ -235,7 +243,7 @@ class Scheduler:
         for sequence_id in sorted(sequences):
             sequence = sequences[sequence_id]
             ran = sequence.state in (State.RUNNING, State.STEPPING, State.DRAINING)
-            if (lose_host and ran and sequence.tier is Tier.HOST) or not self._can_be_served(sequence):
+            if not self._can_be_served(sequence):
                 sequence.state = State.FINISHED
                 self._gone[sequence_id] = sequence
                 lost.append(sequence_id)
@@ -278,9 +286,14 @@ class Scheduler:
         return self._residency.used(Tier.HOST)
 
     @property
-    def num_on_host(self) -> int:
-        """Sequences with their KV there."""
-        return self._residency.num_on(Tier.HOST)
+    def num_by_pool(self) -> tuple[int, ...]:
+        """Sequences with their KV in each host pool."""
+        return tuple(map(self._residency.num_in, range(len(self._capacity.host_pools))))
+
+    @property
+    def pool_blocks_used(self) -> tuple[int, ...]:
+        """Blocks of each host pool owned by sequences."""
+        return tuple(map(self._residency.used_in, range(len(self._capacity.host_pools))))
 
     @property
     def counters(self) -> Counters:

@@ -13,7 +13,7 @@ def test_inner_services_get_sockets_unless_they_have_an_address(tmp_path: Path) 
     placed = place(config, tmp_path)
     assert placed.planner.listen == "unix:/p.sock"
     assert placed.gpu.listen == "127.0.0.1:7"
-    assert placed.cpu_attn.listen == f"unix:{tmp_path}/cpu_attn.sock"
+    assert placed.cpu_attn[0].listen == f"unix:{tmp_path}/cpu_attn.sock"
     assert place(placed, Path("/elsewhere")) == placed
 
 
@@ -42,7 +42,7 @@ def test_a_port_that_is_none_is_refused(port: str, tmp_path: Path) -> None:
 def test_sockets_need_a_short_path(num_bytes: int, fits: bool) -> None:
     directory = "/" + "ü" * ((num_bytes - len("//cpu_attn.sock")) // 2)
     directory += "x" * (num_bytes - len(f"{directory}/cpu_attn.sock".encode()))
-    assert socket_fits(Path(directory)) is fits
+    assert socket_fits(Config(), Path(directory)) is fits
 
 
 def test_the_file_says_what_the_values_say(tmp_path: Path) -> None:

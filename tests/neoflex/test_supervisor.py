@@ -76,7 +76,7 @@ def test_the_run_directory_is_private_and_says_what_runs(bench: Bench) -> None:
         assert stat.S_IMODE(bench.run_dir.stat().st_mode) == 0o700
         assert config.load(bench.run_dir / "config.toml") == stack.config
         assert stack.config.gpu.listen == f"unix:{bench.run_dir}/gpu.sock"
-        assert stack.config.cpu_attn.listen == f"unix:{bench.run_dir}/cpu_attn.sock"
+        assert stack.config.cpu_attn[0].listen == f"unix:{bench.run_dir}/cpu_attn.sock"
         other = stand_in_stack(bench.run_dir, bench.diary, bench.listen)
         with pytest.raises(StackError, match="another stack runs in"):
             other.start()

@@ -137,7 +137,7 @@ def test_a_new_epoch_forgets_the_step():
     loop = make_loop()
     loop.step()
     loop.cancel(2)
-    loop.reset(lose_host=False)
+    loop.reset()
     plan = loop.step()
     assert plan.cohort is None
     assert [new.sequence_id for new in plan.new_sequences] == [1, 3, 4]

@@ -99,7 +99,7 @@ async def test_epochs_say_what_the_planner_keeps_to_and_grow_over_restarts(start
     assert rig.executor.epochs[1].epoch == opened.epoch + 1
 
 
-async def test_losing_cpu_attention_ends_its_requests_and_the_others_go_on(start_rig: StartRig) -> None:
+async def test_losing_cpu_attention_ends_what_fits_nowhere_else_and_all_others_go_on(start_rig: StartRig) -> None:
     rig = await start_rig(two_tiers(), FakeHost())
     on_gpu = rig.stub.GenerateStream(streaming(request("the", max_tokens=25)))
     assert list((await first_delta(on_gpu)).token_ids) == answer_of(rig, "the", 1)

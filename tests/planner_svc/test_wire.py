@@ -37,7 +37,6 @@ def test_every_field_of_a_plan_arrives():
             SubBatch((PrefillChunk(9, 0, 3),), (5, 6), (4,)),
             SubBatch(cpu_decodes=(10,)),
         ),
-        host_blocks_used=13,
         trace=True,
         predicted_s=0.5,
     )
@@ -71,7 +70,6 @@ def test_every_field_of_a_plan_arrives():
             ),
             pb.SubBatch(cpu_decode_sequence_ids=[10]),
         ],
-        host_blocks_used=13,
         trace=True,
     )
 

@@ -120,8 +120,8 @@ def test_without_classes_there_is_one_without_targets() -> None:
 
 
 def test_limits_of_threads_bind_only_where_the_planner_changes_them() -> None:
-    assert not parse({"cpu_attn": {"num_threads": 5, "max_threads": 4}}, "test").cpu_attn.elastic
-    host = parse({"cpu_attn": {"elastic": True, "num_threads": 5, "min_threads": 5}}, "test").cpu_attn
+    assert not parse({"cpu_attn": {"num_threads": 5, "max_threads": 4}}, "test").cpu_attn[0].elastic
+    host = parse({"cpu_attn": {"elastic": True, "num_threads": 5, "min_threads": 5}}, "test").cpu_attn[0]
     assert (host.min_threads, host.num_threads, host.max_threads) == (5, 5, 0)
 
 
