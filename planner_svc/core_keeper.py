@@ -20,6 +20,7 @@ class CoreKeeper:
     def __init__(self, controller: CoreController, counters: Counters, pool: int = 0) -> None:
         """`pool`: the service's."""
         self._pool = pool
+        self._name = f"CPU attention threads of pool {pool}"
         self._controller = controller
         self._counters = counters
         self._estimator: TableEstimator | None = None
@@ -84,8 +85,8 @@ class CoreKeeper:
                 self._wanted = None
             if before not in (0, status.num_threads):
                 logger.info(
-                    "CPU attention threads of pool %d: %d -> %d, by somebody else",
-                    self._pool,
+                    "%s: %d -> %d, by somebody else",
+                    self._name,
                     before,
                     status.num_threads,
                 )
@@ -101,7 +102,7 @@ class CoreKeeper:
                 await host.set_threads(change.num_threads)
             except ThreadsUnchangedError as error:
                 logger.warning(
-                    "CPU attention threads of pool %d: not set to %d: %s", self._pool, change.num_threads, error
+                    "%s: not set to %d: %s", self._name, change.num_threads, error
                 )
             else:
                 if self._wanted is change:  # The epoch is still the same.
@@ -117,7 +118,7 @@ class CoreKeeper:
         else:
             self._counters.cpu_threads_shrunk += 1
         logger.info(
-            "CPU attention threads of pool %d: %d -> %d: %s", self._pool, before, change.num_threads, change.reason
+            "%s: %d -> %d: %s", self._name, before, change.num_threads, change.reason
         )
 
     def _inform(self) -> None:

@@ -11,6 +11,8 @@ from planner_svc.executor_client import HostClient, HostStatus
 PROBE_EVERY_S = 1.0
 _RETRY_S = 1.0
 _MAX_ATTACH_DELAY_S = 60.0
+_RECONNECT_S = 2.0
+"""After which the planner's own connection has found a service that restarted."""
 
 logger = logging.getLogger(__name__)
 
@@ -23,15 +25,30 @@ class HostWatch:
         self._host = host
         self._attach_delay_s = PROBE_EVERY_S
         self._next_attach_s = 0.0
+        self._answers = False
+        """When it was asked last."""
+        self._silent_until_s = 0.0
+        """Until then it may have been attached and yet not be found here."""
 
     async def status(self) -> HostStatus | None:
-        """What it says of itself; None where nobody answers. Raises TimeoutError where it may only be slow."""
-        return await self._host.status()
+        """What it says of itself; None where nobody answers.
+
+        Raises TimeoutError where it may only be slow, or where it came back and the connection has not.
+        """
+        status = await self._ask()
+        if status is None and time.monotonic() < self._silent_until_s:
+            raise TimeoutError
+        return status
+
+    async def _ask(self) -> HostStatus | None:
+        status = await self._host.status()
+        self._answers = status is not None
+        return status
 
     async def is_lost(self) -> bool:
         """Whether it does not answer, now that work on its pool has failed."""
         try:
-            return await self._host.status() is None
+            return await self._ask() is None
         except TimeoutError:
             return True
 
@@ -52,6 +69,7 @@ class HostWatch:
         """Each failure to attach a service that answers doubles the time to the next try: a try stops all work."""
         if is_attached:
             self._attach_delay_s = PROBE_EVERY_S
+            self._silent_until_s = 0.0 if self._answers else time.monotonic() + _RECONNECT_S
         else:
             self._next_attach_s = time.monotonic() + self._attach_delay_s
             self._attach_delay_s = min(2 * self._attach_delay_s, _MAX_ATTACH_DELAY_S)

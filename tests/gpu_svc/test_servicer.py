@@ -151,7 +151,7 @@ async def test_a_host_tier_in_int8_over_the_wire(checkpoint: GetFiles, cpu_atten
     cpu_attention.epoch += 1
     epoch = cpu_attention.epoch
     decode = pb.SubBatch(cpu_decode_sequence_ids=[5])
-    async with serve(checkpoint("llama"), cpu_attention.address, torch.int8) as stub:
+    async with serve(checkpoint("llama"), cpu_attention.address, host_kv_dtype=torch.int8) as stub:
         opened = await stub.OpenEpoch(open_epoch(epoch, profile=True))
         assert (opened.kv_dtype, opened.host_kv_dtype) == ("fp32", "int8")
         heads = 3 * 2 * 2

@@ -233,7 +233,8 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
     def _check_blocks(self) -> None:
         for tier in (executor_pb2.TIER_GPU, executor_pb2.TIER_HOST):
             owned = [block for held in self.held.values() if held.tier == tier for block in held.blocks]
-            if tier == executor_pb2.TIER_HOST and max(owned, default=0) >= len(self._attached) * self.host_blocks:
+            num_host_blocks = len(self._attached) * self.host_blocks
+            if tier == executor_pb2.TIER_HOST and num_host_blocks and max(owned, default=0) >= num_host_blocks:
                 self.problems.append(f"a host block that does not exist: {owned}")
             if len(owned) != len(set(owned)):
                 self.problems.append(f"a block of tier {tier} has two owners")
