@@ -34,6 +34,7 @@ from svc_common.cores import usable_cores
 from svc_common.model.store import resolve
 
 _POLL_S = 0.1
+_NAME_CHARS = len("cpu_attn_svc")
 _COLOURS = {"planner_svc": "cyan", "gpu_svc": "green", "cpu_attn_svc": "yellow"}
 # By what name the user gave the value of a key.
 _TYPED = {
@@ -280,7 +281,7 @@ def _print_logs(follower: LogFollower) -> None:
     for name, line in follower.new_lines():
         # In one piece: a spinner's redraw wipes out what has not yet come to the end of its line.
         colour = _COLOURS[name.partition("-")[0]]
-        err.print(Text.assemble((f"{name:>{follower.name_width}}", colour), f" | {line}"), soft_wrap=True)
+        err.print(Text.assemble((f"{name:>{max(_NAME_CHARS, follower.name_width)}}", colour), f" | {line}"), soft_wrap=True)
 
 
 def _print_ready(stack: LocalStack, start_s: float) -> None:

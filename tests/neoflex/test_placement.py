@@ -65,3 +65,13 @@ def test_the_file_holds_the_service_classes(tmp_path: Path) -> None:
     path = tmp_path / "config.toml"
     path.write_text(to_toml(config))
     assert load(path) == config
+
+
+def test_each_service_of_attention_gets_a_socket(tmp_path: Path) -> None:
+    config = parse({"planner": {"listen": "unix:/p"}, "cpu_attn": [{"kv_bytes": "1MiB"}, {"listen": "unix:/b"}]}, "t")
+    placed = place(config, tmp_path)
+    assert [service.listen for service in placed.cpu_attn] == [f"unix:{tmp_path}/cpu_attn-0.sock", "unix:/b"]
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(placed))
+    assert load(path) == placed
+    assert path.read_text().count("[[cpu_attn]]\n") == 2

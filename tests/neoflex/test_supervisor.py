@@ -248,3 +248,13 @@ def output(bench: Bench) -> str:
 
 def children_of(pid: int) -> list[int]:
     return [child.pid for child in psutil.Process(pid).children()]
+
+
+def test_each_service_of_attention_is_a_child(bench: Bench) -> None:
+    config_of_two = config.parse({"planner": {"listen": bench.listen}, "cpu_attn": [{}, {}]}, "test")
+    argv = (sys.executable, "-c", "import time; time.sleep(600)")
+    commands = dict.fromkeys(("cpu_attn_svc-0", "cpu_attn_svc-1", "gpu_svc", "planner_svc"), argv)
+    with LocalStack(config_of_two, bench.run_dir, argv=commands) as stack:
+        until(lambda: len(stack.pids) == 4)
+        assert set(stack.pids) == set(commands)
+        assert stack._services()["cpu_attn_svc-1"] == ("cpu_attn_svc", ("--index", "1"))
