@@ -101,9 +101,7 @@ class CoreKeeper:
             try:
                 await host.set_threads(change.num_threads)
             except ThreadsUnchangedError as error:
-                logger.warning(
-                    "%s: not set to %d: %s", self._name, change.num_threads, error
-                )
+                logger.warning("%s: not set to %d: %s", self._name, change.num_threads, error)
             else:
                 if self._wanted is change:  # The epoch is still the same.
                     self._done(change)
@@ -117,9 +115,7 @@ class CoreKeeper:
             self._counters.cpu_threads_grown += 1
         else:
             self._counters.cpu_threads_shrunk += 1
-        logger.info(
-            "%s: %d -> %d: %s", self._name, before, change.num_threads, change.reason
-        )
+        logger.info("%s: %d -> %d: %s", self._name, before, change.num_threads, change.reason)
 
     def _inform(self) -> None:
         if self._estimator:

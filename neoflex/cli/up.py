@@ -281,7 +281,9 @@ def _print_logs(follower: LogFollower) -> None:
     for name, line in follower.new_lines():
         # In one piece: a spinner's redraw wipes out what has not yet come to the end of its line.
         colour = _COLOURS[name.partition("-")[0]]
-        err.print(Text.assemble((f"{name:>{max(_NAME_CHARS, follower.name_width)}}", colour), f" | {line}"), soft_wrap=True)
+        err.print(
+            Text.assemble((f"{name:>{max(_NAME_CHARS, follower.name_width)}}", colour), f" | {line}"), soft_wrap=True
+        )
 
 
 def _print_ready(stack: LocalStack, start_s: float) -> None:

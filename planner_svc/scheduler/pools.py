@@ -39,13 +39,14 @@ class HostPools:
         self._residency = residency
         self._estimator = estimator
         self._margin_share = margin_share
+        self._numbers = range(len(capacity.host_pools))
 
     def states(self) -> list[PoolState]:
         """By pool."""
         residency = self._residency
         return [
             PoolState(residency.free_in(pool), residency.used_in(pool), residency.num_in(pool))
-            for pool in range(len(self._capacity.host_pools))
+            for pool in self._numbers
         ]
 
     def for_newcomer(self, sequence: Sequence, num_blocks: int, states: list[PoolState]) -> int | None:
@@ -55,6 +56,14 @@ class HostPools:
             for size, state in zip(self._capacity.host_pools, states, strict=True)
         ]
         return self._soonest(sequence, num_blocks, states, has_room)
+
+    def has_room(self, sequence: Sequence, num_blocks: int) -> bool:
+        """Whether one that leaves the GPU finds so many blocks. Asked for every sequence there: it costs little."""
+        residency = self._residency
+        for pool in self._numbers:
+            if num_blocks <= residency.free_in(pool) and self._suits(sequence, pool):
+                return True
+        return False
 
     def for_resident(self, sequence: Sequence, num_blocks: int) -> int | None:
         """Where one that leaves the GPU finds so many blocks."""
@@ -100,6 +109,8 @@ class HostPools:
     def _suits(self, sequence: Sequence, pool: int) -> bool:
         """It could stay to its end: there is no way from pool to pool but by way of a GPU that can hold it."""
         capacity, request = self._capacity, sequence.request
+        if len(self._numbers) == 1:  # Who was admitted fits there or on the GPU.
+            return True
         # The last token needs no room.
         num_blocks = capacity.blocks_for(len(request.prompt) + request.max_new_tokens - 1)
         return num_blocks <= max(capacity.host_pools[pool], capacity.gpu_blocks)

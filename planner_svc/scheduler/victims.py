@@ -31,7 +31,12 @@ class Victims:
         In a host pool, or on the GPU: None. The answer is None where all of them together don't hold enough.
         """
         if pool not in self._ranked:
-            self._ranked[pool] = [self._rank(item) for item in self._residency.sequences if _place(item) == pool]
+            residents = self._residency.sequences
+            if pool is None:
+                there = [item for item in residents if item.tier is Tier.GPU]
+            else:
+                there = [item for item in residents if item.tier is Tier.HOST and item.pool == pool]
+            self._ranked[pool] = [self._rank(item) for item in there]
             heapify(self._ranked[pool])
         ranked, taken = self._ranked[pool], list[Ranked]()
         while num_blocks > 0 and ranked:
@@ -61,16 +66,19 @@ class Victims:
 
     def refuge(self, sequence: Sequence) -> int | None:
         """The host pool it moves to: where that is possible, and no dearer than computing it again; else None."""
+        return self._pools.for_resident(sequence, len(sequence.blocks)) if self._swaps(sequence) else None
+
+    def _swaps(self, sequence: Sequence) -> bool:
         if sequence.tier is not Tier.GPU or self._residency.has_moved(sequence):
-            return None
+            return False
         num_blocks = len(sequence.blocks)
-        if num_blocks * self._costs.swap_block_s > self._costs.recompute_s(sequence):
-            return None
-        return self._pools.for_resident(sequence, num_blocks)
+        if not self._pools.has_room(sequence, num_blocks):
+            return False
+        return num_blocks * self._costs.swap_block_s <= self._costs.recompute_s(sequence)
 
     def _rank(self, sequence: Sequence) -> Ranked:
         recompute_s = self._costs.recompute_s(sequence) / len(sequence.blocks)
-        cost_s = recompute_s if self.refuge(sequence) is None else self._costs.swap_block_s
+        cost_s = self._costs.swap_block_s if self._swaps(sequence) else recompute_s
         return (
             sequence.request.service_class.priority,
             not sequence.is_late,

@@ -1,20 +1,26 @@
 """Which host pool a sequence goes to, what pools cost, and what becomes of sequences when one pool is lost."""
 
+from dataclasses import replace
+
 import pytest
 from support.planning import Loop, make_capacity, make_estimator
 
 from planner_svc.estimator import (
     Calibration,
     CohortLoad,
+    HardwareSpec,
     IterationLoad,
+    ModelFigures,
     OperationTables,
+    RooflineEstimator,
     SubBatchLoad,
     TableEstimator,
 )
-from planner_svc.scheduler import SequenceRequest
+from planner_svc.scheduler import Capacity, Scheduler, SequenceRequest
 from planner_svc.scheduler.pools import HostPools
 from planner_svc.scheduler.residency import Residency
 from planner_svc.scheduler.sequence import Sequence
+from planner_svc.simulator.executor import SimulatedExecutor
 from svc_common.plan import Mode, PoolWork, Sampling, Tier, Timings
 
 FREE_CPU = make_estimator(cpu_token_s=1e-6)
@@ -176,3 +182,46 @@ def test_only_what_fits_in_no_other_pool_is_lost():
     assert loop.scheduler.reset(make_capacity(4, (0, 6)), FREE_CPU, epoch=2) == (large,)
     assert loop.scheduler.num_waiting == 1
     assert small in loop.scheduler._live
+
+
+HARDWARE = HardwareSpec(
+    gpu_flops_per_s=1e14,
+    linear_efficiency=0.5,
+    attention_efficiency=0.3,
+    gpu_bytes_per_s=3e11,
+    gpu_bandwidth_efficiency=0.8,
+    cpu_bytes_per_s=4e10,
+    cpu_bandwidth_efficiency=0.8,
+    link_bytes_per_s=2e10,
+    launch_s=5e-5,
+    cpu_sequence_s=0.0,
+    cpu_hop_s=5e-5,
+    iteration_s=1e-3,
+)
+MODEL = ModelFigures(8, 2048, 8192, 16, 8, 128, 32000)
+
+
+def burst_s(host_pools: tuple[int, ...], cpu_share: float) -> float:
+    """Of 80 requests at once on a simulated machine, each of whose pools has so much of the CPU."""
+    estimator = RooflineEstimator(replace(HARDWARE, cpu_bytes_per_s=cpu_share * HARDWARE.cpu_bytes_per_s), MODEL)
+    capacity = Capacity(60, host_pools, 16, 128, 1024, 2048, 16 * int(estimator.kv_bytes_per_token))
+    scheduler = Scheduler(capacity, estimator, "same_layer", 1000)
+    executor = SimulatedExecutor(estimator, estimator.kv_bytes_per_token, host_pools)
+    for _ in range(80):
+        scheduler.add(SequenceRequest((0,) * 150, 60, Sampling(), frozenset()), 0.0)
+    now, most_apart = 0.0, 0
+    while plan := scheduler.plan(now):
+        seconds, result = executor.run(plan)
+        now += seconds
+        scheduler.apply(result, now)
+        if scheduler.num_waiting:
+            most_apart = max(most_apart, max(scheduler.num_by_pool) - min(scheduler.num_by_pool))
+    assert scheduler.num_running == scheduler.num_waiting == 0
+    assert len(host_pools) == 1 or most_apart <= 2
+    return now
+
+
+def test_two_halves_of_a_cpu_serve_as_much_as_the_whole():
+    whole_s = burst_s((800,), 1.0)
+    assert burst_s((400, 400), 0.5) == pytest.approx(whole_s, rel=0.05)
+    assert burst_s((400,), 0.5) > 1.2 * whole_s
