@@ -5,7 +5,6 @@ it, time is linear in what still grows, and start-up must not take minutes.
 """
 
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -17,12 +16,13 @@ from torch import Tensor
 
 from gpu_svc.attention import AttentionBackend, DecodeAttention
 from gpu_svc.batch import BatchBuilder
-from gpu_svc.host_tier import CpuWork, HostPool, HostTier
+from gpu_svc.cpu_trip import CpuTrip, cpu_trip, noise
+from gpu_svc.host_tier import HostPool, HostTier
 from gpu_svc.kv_cache import GpuKvCache, KvPlaces
 from gpu_svc.kv_layout import KvBlocks
 from gpu_svc.kv_swap import BlockMoves, copy_blocks
 from gpu_svc.limits import Int32Array, Limits
-from gpu_svc.measured import CpuTrip, lesser, points, steps
+from gpu_svc.measured import lesser, points, steps
 from gpu_svc.pipeline import Stage, outputs, run_layers
 from gpu_svc.sampling import SamplingRows, sample
 from gpu_svc.sequences import SequenceTable
@@ -32,7 +32,6 @@ from svc_common.decoder.decoder import Decoder, Workspace
 from svc_common.model.spec import LayerSpec
 from svc_common.plan import IterationPlan, Mode, NewSequence, Sampling, SubBatch, Tier
 
-_CPU_RUNS = 3
 _FACTOR_POINTS = 3
 _SWAP_BYTES = 16 * 2**20
 _ITERATION_SEQUENCES = 4  # A point of all tables, as is 1.
@@ -159,28 +158,8 @@ class Profiler:
         attention.run(layer, q, self.cache.blocks[layer], out)
 
     def _cpu_trips(self, pool: HostPool) -> Iterator[CpuTrip]:
-        for num_sequences, context_tokens, tables in self._decode_grid(pool.num_blocks):
-            yield self._cpu_trip(pool, num_sequences, context_tokens, tables)
-
-    def _cpu_trip(self, pool: HostPool, num_sequences: int, context_tokens: int, tables: Int32Array) -> CpuTrip:
-        spec = self.decoder.spec
-        q = self._noise(num_sequences, spec.num_q_heads, spec.head_dim)
-        kv = self._noise(num_sequences, 2, spec.num_kv_heads, spec.head_dim)
-        out = torch.empty_like(q)
-        contexts = np.full(num_sequences, context_tokens, np.int32)
-        work = CpuWork(0, contexts, tables, slice(0, num_sequences))
-        passes: list[tuple[int, int, int]] = []
-        while len(passes) < _CPU_RUNS and sum(map(sum, passes)) < LONG_S * 1e9:
-            passes.append(self._trips_ns(pool, work, q, kv, out))
-        # The least: what disturbs a measurement only adds. To waiting it may do either.
-        attention_ns, copy_ns, signal_ns = zip(*passes, strict=True)
-        return CpuTrip(
-            num_sequences,
-            num_sequences * context_tokens,
-            attention_s=min(attention_ns) / spec.num_layers / 1e9,
-            copy_s=min(copy_ns) / spec.num_layers / 1e9,
-            signal_s=statistics.median(signal_ns) / spec.num_layers / 1e9,
-        )
+        for load in self._decode_grid(pool.num_blocks):
+            yield cpu_trip(self.decoder, pool, *load)
 
     def _pool_factor(self, pool: HostPool | None) -> float:
         """Attention there in multiples of that in the first pool: the median of the largest loads that both hold."""
@@ -189,19 +168,9 @@ class Profiler:
             return 1.0
         loads = [*self._decode_grid(min(first.num_blocks, pool.num_blocks))][-_FACTOR_POINTS:]
         return statistics.median(
-            self._cpu_trip(pool, *load).attention_s / self._cpu_trip(first, *load).attention_s for load in loads
+            cpu_trip(self.decoder, pool, *load).attention_s / cpu_trip(self.decoder, first, *load).attention_s
+            for load in loads
         )
-
-    def _trips_ns(self, pool: HostPool, work: CpuWork, q: Tensor, kv: Tensor, out: Tensor) -> tuple[int, int, int]:
-        """Nanoseconds of attention, of copies and of waiting for doorbells, through all layers."""
-        pool.begin([work], 0)
-        waited_before_ns, start_ns = pool.wait_ns, time.perf_counter_ns()
-        for _ in range(self.decoder.spec.num_layers):
-            pool.submit(work.slot, q, kv, work.rows)
-            pool.wait(work.slot, out, work.rows)
-        total_ns, waited_ns = time.perf_counter_ns() - start_ns, pool.wait_ns - waited_before_ns
-        attended_ns = pool.finish().compute_ns
-        return attended_ns, total_ns - waited_ns, max(0, waited_ns - attended_ns)
 
     def _decode_grid(self, num_blocks: int) -> Iterator[tuple[int, int, Int32Array]]:
         """(num_sequences, context tokens of each, block tables) up to what the tier holds."""
@@ -292,7 +261,7 @@ class Profiler:
         return max(prepare_s, watch.least_s(run) - self.decoder.spec.num_layers * layer_s - head[num,])
 
     def _noise(self, *shape: int) -> Tensor:
-        return torch.randn(shape, dtype=torch.float32).to(device=self.decoder.device, dtype=self.decoder.dtype)
+        return noise(self.decoder, *shape)
 
     def _layer_s(self, run: Callable[[int], object]) -> float:
         """What `run` takes in a layer, layer after layer; the mean, where they differ in windows or experts."""

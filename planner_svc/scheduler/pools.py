@@ -60,10 +60,7 @@ class HostPools:
     def has_room(self, sequence: Sequence, num_blocks: int) -> bool:
         """Whether one that leaves the GPU finds so many blocks. Asked for every sequence there: it costs little."""
         residency = self._residency
-        for pool in self._numbers:
-            if num_blocks <= residency.free_in(pool) and self._suits(sequence, pool):
-                return True
-        return False
+        return any(num_blocks <= residency.free_in(pool) and self._suits(sequence, pool) for pool in self._numbers)
 
     def for_resident(self, sequence: Sequence, num_blocks: int) -> int | None:
         """Where one that leaves the GPU finds so many blocks."""

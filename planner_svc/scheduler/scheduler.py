@@ -1,6 +1,5 @@
 """Owns the queues and both block allocators: `plan` makes an IterationPlan, `apply` takes its result."""
 
-from collections import Counter
 from typing import Literal
 
 from planner_svc.estimator import Calibration, Estimator
@@ -174,16 +173,8 @@ class Scheduler:
             sub_batches=batch.sub_batches(),
             cohort=batch.cohort_step(),
             predicted_s=predicted_s,
-            pool_decodes=self._pool_decodes(batch),
+            pool_decodes=batch.pool_decodes(len(self._capacity.host_pools)),
         )
-
-    def _pool_decodes(self, batch: Batch) -> tuple[int, ...]:
-        num_pools = len(self._capacity.host_pools)
-        if num_pools < 2:
-            return ()
-        cohort = batch.cohort.sequences if batch.cohort else ()
-        counts = Counter(item.pool for item in (*batch.cpu_decodes[0], *batch.cpu_decodes[1], *cohort))
-        return tuple(counts[pool] for pool in range(num_pools))
 
     def apply(self, result: IterationResult, now: float) -> Applied:
         """Takes the result of the oldest plan not yet applied; one of an earlier epoch changes nothing.

@@ -206,6 +206,19 @@ async def test_an_epoch_without_cpu_attention_says_why(checkpoint: GetFiles) -> 
     assert opened.tables.swap_bytes_per_s == 0
 
 
+async def test_the_services_that_answer_are_attached(checkpoint: GetFiles, cpu_attention: Any) -> None:
+    async with serve(checkpoint("llama"), NOWHERE, cpu_attention.address) as stub:
+        cpu_attention.epoch += 1
+        opened = await stub.OpenEpoch(open_epoch(cpu_attention.epoch, profile=True))
+    num_blocks = 4 * 2**20 // opened.host_block_bytes
+    assert list(opened.host_pools) == [
+        pb.HostPool(error=f"nothing answers at {NOWHERE}"),
+        pb.HostPool(num_blocks=num_blocks, num_threads=1),
+    ]
+    assert list(opened.tables.cpu_pool_factors) == [1.0, 1.0]
+    check_tables(opened.tables)
+
+
 async def test_errors_of_plans_are_results(checkpoint: GetFiles) -> None:
     async with serve(checkpoint("llama")) as stub:
         before = await execute(stub, first_plan(1, pb.TIER_GPU))

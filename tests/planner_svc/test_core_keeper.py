@@ -19,6 +19,7 @@ from svc_common.plan import (
     IterationPlan,
     IterationResult,
     Mode,
+    PoolWork,
     PrefillChunk,
     SubBatch,
     Timings,
@@ -183,3 +184,21 @@ def test_what_a_plan_leaves_out_is_told_with_its_result() -> None:
     keeper.planned(IterationPlan(2, 1, Mode.GPU_ONLY), num_in_pool=1)
     keeper.observe(IterationResult(2, 1))
     assert seen[2] == Sample(0.0, 0.0, 0.0, 0, 0, 1)
+
+
+def test_each_pool_is_judged_by_its_own_work() -> None:
+    """The first attends for 3 s, of which 2 are waited for; the second's 2 s would have been waited for 1 s alone."""
+    seen: list[Sample] = []
+
+    class Listener(cores.CoreController):
+        def observe(self, sample: Sample, now: float) -> None:
+            seen.append(sample)
+
+    keepers = [CoreKeeper(Listener(None), Counters(), pool) for pool in (0, 1)]
+    plan = IterationPlan(1, 1, Mode.SAME_LAYER, sub_batches=(SubBatch(cpu_decodes=(1, 2, 3)),), pool_decodes=(2, 1))
+    work = (PoolWork(3_000_000_000, 50), PoolWork(2_000_000_000, 20))
+    timings = Timings(total_ns=4_000_000_000, cpu_wait_ns=2_000_000_000, cpu_attention_ns=5_000_000_000)
+    for keeper, num_in_pool in zip(keepers, (3, 1), strict=True):
+        keeper.planned(plan, num_in_pool=num_in_pool)
+        keeper.observe(IterationResult(1, 1, timings=timings, cpu_attended_tokens=70, pool_work=work))
+    assert seen == [Sample(4.0, 2.0, 3.0, 50, 2, 1), Sample(4.0, 1.0, 2.0, 20, 1, 0)]

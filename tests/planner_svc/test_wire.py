@@ -13,6 +13,7 @@ from svc_common.plan import (
     Mode,
     NewBlocks,
     NewSequence,
+    PoolWork,
     PrefillChunk,
     Sampling,
     SubBatch,
@@ -39,6 +40,7 @@ def test_every_field_of_a_plan_arrives():
         ),
         trace=True,
         predicted_s=0.5,
+        pool_decodes=(1, 1),
     )
     assert plan_to_message(plan) == pb.IterationPlan(
         epoch=7,
@@ -103,6 +105,7 @@ def test_every_field_of_a_result_arrives():
         gpu_attended_tokens=9,
         cpu_attended_tokens=10,
         trace=trace_to_message(pipelined(3, 11)),
+        host_pool_work=[pb.HostPoolWork(attention_ns=1, attended_tokens=4), pb.HostPoolWork(attention_ns=2)],
     )
     assert result_from_message(message) == IterationResult(
         epoch=7,
@@ -115,6 +118,7 @@ def test_every_field_of_a_result_arrives():
         gpu_attended_tokens=9,
         cpu_attended_tokens=10,
         trace=pipelined(3, 11),
+        pool_work=(PoolWork(1, 4), PoolWork(2, 0)),
     )
 
 
@@ -150,6 +154,7 @@ def test_every_field_of_the_tables_arrives():
         iteration_s=0.125,
         cpu_copy=[pb.LinearPoint(num_tokens=10, seconds=3.5)],
         cpu_signal_s=0.0625,
+        cpu_pool_factors=(1.0, 1.5),
     )
     assert tables_from_message(message) == OperationTables(
         linear=(LinearPoint(1, 0.5),),
@@ -161,4 +166,5 @@ def test_every_field_of_the_tables_arrives():
         iteration_s=0.125,
         cpu_copy=(LinearPoint(10, 3.5),),
         cpu_signal_s=0.0625,
+        cpu_pool_factors=(1.0, 1.5),
     )
