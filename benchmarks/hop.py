@@ -34,9 +34,9 @@ import zmq
 from results import Row, arguments, publish
 
 from cpu_attn_svc.session import RegionSession
-from gpu_svc.cpu_attention_client import attach_host_tier, region_shape
+from gpu_svc.cpu_attention_client import attach_pool, region_shape
 from gpu_svc.executor import Executor
-from gpu_svc.host_tier import HostTier
+from gpu_svc.host_tier import HostPool, HostTier
 from gpu_svc.kv_cache import KvShape
 from gpu_svc.limits import Limits
 from svc_common.cpu_kernels import ThreadPool
@@ -147,7 +147,7 @@ class Hops:
 
     def __init__(self, plane: TensorPlane) -> None:
         self._plane = plane
-        self._host = HostTier(plane, 1)
+        self._host = HostPool(plane, 1)
         self._iteration = 0
         self._batch = CpuSubBatch(0, np.array([1], np.int32), np.array([[0]], np.int32))
         self._q = torch.zeros(1, 1, 8)
@@ -223,7 +223,8 @@ def host_iterations(address: str, num_sequences: int, num_iterations: int) -> li
     shape = KvShape.of(spec, BLOCK_TOKENS, decoder.dtype)
     limits = Limits(max_sequences=num_sequences, max_batch_tokens=PROMPT_TOKENS, max_sequence_tokens=1024)
     executor = Executor(decoder, shape, 0)
-    executor.open_epoch(1, limits, asyncio.run(attach_host_tier(address, 1, region_shape(decoder, shape, limits))))
+    pool = asyncio.run(attach_pool(address, 1, region_shape(decoder, shape, limits)))
+    executor.open_epoch(1, limits, HostTier([pool]))
     random = np.random.default_rng(0)
     stride = -(-(PROMPT_TOKENS + num_iterations + 1) // BLOCK_TOKENS)
     plans: list[tuple[tuple[NewSequence, ...], SubBatch]] = []

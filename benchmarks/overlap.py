@@ -25,8 +25,9 @@ import results
 import torch
 
 from gpu_svc.__main__ import make_executor
-from gpu_svc.cpu_attention_client import CpuAttentionUnavailableError, attach_host_tier, region_shape
+from gpu_svc.cpu_attention_client import CpuAttentionUnavailableError, attach_pool, region_shape
 from gpu_svc.executor import Executor
+from gpu_svc.host_tier import HostTier
 from gpu_svc.limits import Limits
 from neoflex.trace.picture import draw
 from neoflex.trace.summary import summarize, times_of
@@ -103,7 +104,7 @@ class Rig:
         block_tokens, spec = executor.kv_shape.block_tokens, executor.decoder.spec
         self.max_context_tokens = min(blocks_each * block_tokens, spec.context_tokens)
         # Any numbers cost the same; those of an unused pool might lie in one page.
-        host.blocks.elements[:] = 0.01
+        host.pool(0).blocks.elements[:] = 0.01
         self._num_layers = spec.num_layers // LAYERS_A_TURN
         self._next_layer = 0
         self._on_host = tuple(range(num_on_host))
@@ -189,7 +190,7 @@ def open_epoch(executor: Executor, address: str, number: int, num_sequences: int
     executor.close_epoch()
     for attempt in range(30):
         try:
-            host = asyncio.run(attach_host_tier(address, number, shape))
+            host = HostTier([asyncio.run(attach_pool(address, number, shape))])
             break
         except CpuAttentionUnavailableError:
             if attempt == 29:

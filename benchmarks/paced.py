@@ -102,7 +102,7 @@ def _serving(executor: PacedExecutor, address: str) -> Iterator[None]:
     async def serve() -> None:
         with ThreadPoolExecutor(1) as thread:
             server = GrpcServer(address, [])
-            servicer = ExecutorServicer(cast(Any, executor), thread, None)
+            servicer = ExecutorServicer(cast(Any, executor), thread, ())
             server.register(executor_pb2_grpc.add_ExecutorServiceServicer_to_server, servicer)
             await server.start()
             started.set()

@@ -182,7 +182,7 @@ class _Loaded:
     def __init__(self, num_running: int, num_waiting: int) -> None:
         capacity = Capacity(
             gpu_blocks=num_running // 4 * 12,
-            host_blocks=num_running * 200,
+            host_pools=(num_running * 200,),
             block_tokens=16,
             max_sequences=num_running,
             max_batch_tokens=2 * num_running,

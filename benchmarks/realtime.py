@@ -100,7 +100,7 @@ class Simulator:
         self._num_layers = num_layers
         self.capacity = Capacity(
             gpu_blocks=info.gpu_blocks,
-            host_blocks=info.host_blocks,
+            host_pools=(info.host_blocks,),
             block_tokens=info.block_tokens,
             max_sequences=planner.max_running_sequences,
             max_batch_tokens=planner.max_batch_tokens,
@@ -112,7 +112,7 @@ class Simulator:
         """The same with all KV on the GPU."""
         other = copy.copy(self)
         capacity = self.capacity
-        other.capacity = replace(capacity, gpu_blocks=capacity.gpu_blocks + capacity.host_blocks, host_blocks=0)
+        other.capacity = replace(capacity, gpu_blocks=capacity.gpu_blocks + capacity.host_blocks, host_pools=())
         other.mode = "gpu_only"
         return other
 

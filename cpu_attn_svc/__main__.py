@@ -1,4 +1,4 @@
-"""`python -m cpu_attn_svc --config FILE`: offers the host tier, and serves until told to stop."""
+"""`python -m cpu_attn_svc --config FILE [--index I]`: offers a pool of the host tier, and serves until told to stop."""
 
 import asyncio
 import logging
@@ -33,16 +33,16 @@ async def serve(listen: str, host: AttentionHost) -> None:
 
 
 def main() -> None:
-    config = configuration.load_from_argv(SERVICE)
+    config, key = configuration.load_cpu_attn_from_argv(SERVICE)
     configure_logging(SERVICE)
     # gpu_svc's threads, if pinned, take from the other end.
-    claim = CpuClaim(pinnable_cpus(from_end=True), config.cpu_attn.num_threads)
+    claim = CpuClaim(pinnable_cpus(from_end=True), config.num_threads)
     try:
-        host = AttentionHost(config.cpu_attn, usable_cores(), claim.cpus)
+        host = AttentionHost(config, key, usable_cores(), claim.cpus)
         logger.info("threads stay on CPUs %s", claim.cpus or "of the kernel's choice")
-        asyncio.run(serve(config.cpu_attn.listen, host))
+        asyncio.run(serve(config.listen, host))
     except ListenError as error:
-        print(f"{SERVICE}: cpu_attn.listen: {error}", file=sys.stderr)
+        print(f"{SERVICE}: {key}.listen: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     except ConfigError as error:
         print(f"{SERVICE}: {error}", file=sys.stderr)

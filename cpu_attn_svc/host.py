@@ -38,39 +38,42 @@ class HostStatus:
 NO_REGION = HostStatus(epoch=0, pool_bytes=0, num_blocks=0, blocks_used=0, iterations=0, huge_page_bytes=0)
 
 
-def _check_segment_dir(directory: Path, kv_bytes: int) -> None:
+def _check_segment_dir(key: str, directory: Path, kv_bytes: int) -> None:
     """Raises ConfigError where no region of that size can ever lie there."""
     if not directory.is_dir():
-        raise ConfigError(f"cpu_attn.segment_dir: {directory} is no directory")
+        raise ConfigError(f"{key}.segment_dir: {directory} is no directory")
     try:
         with tempfile.TemporaryDirectory(prefix=".neoflex-", dir=directory):
             status = os.statvfs(directory)
     except OSError as error:
-        raise ConfigError(f"cpu_attn.segment_dir: nothing can be made in {directory}: {error.strerror}") from error
+        raise ConfigError(f"{key}.segment_dir: nothing can be made in {directory}: {error.strerror}") from error
     total_bytes = status.f_frsize * status.f_blocks
     if kv_bytes > total_bytes:
         raise ConfigError(
-            f"cpu_attn.kv_bytes is {kv_bytes} bytes, cpu_attn.segment_dir {directory} holds {total_bytes} in all"
+            f"{key}.kv_bytes is {kv_bytes} bytes, {key}.segment_dir {directory} holds {total_bytes} in all"
         )
 
 
 class AttentionHost:
     """Calls that change it must not overlap; `status` may be asked for at any time."""
 
-    def __init__(self, config: CpuAttnConfig, usable_cores: int, cpus: list[int]) -> None:
-        """`cpus`: what the first threads are pinned to. Raises ConfigError where this can't be had on this machine."""
+    def __init__(self, config: CpuAttnConfig, key: str, usable_cores: int, cpus: list[int]) -> None:
+        """`key`: how messages name the configuration's table. `cpus`: what the first threads are pinned to.
+
+        Raises ConfigError where this can't be had on this machine.
+        """
         if config.kv_bytes == 0:
-            raise ConfigError("cpu_attn.kv_bytes is 0: there is nothing to serve")
+            raise ConfigError(f"{key}.kv_bytes is 0: there is nothing to serve")
         try:
             self.instruction_set = choose_instruction_set(config.instruction_set)
         except ValueError as error:
-            raise ConfigError(f"cpu_attn.instruction_set: {error}") from error
-        _check_segment_dir(config.segment_dir, config.kv_bytes)
-        check_fits_memory("cpu_attn.kv_bytes", config.kv_bytes, usable_memory_bytes())
+            raise ConfigError(f"{key}.instruction_set: {error}") from error
+        _check_segment_dir(key, config.segment_dir, config.kv_bytes)
+        check_fits_memory(f"{key}.kv_bytes", config.kv_bytes, usable_memory_bytes())
         self.max_threads = min(config.max_threads or usable_cores, usable_cores)
         """Never more than there are cores: one thread too many costs more than it brings."""
         if config.num_threads > self.max_threads:
-            logger.warning("cpu_attn.num_threads is %d, at most %d run here", config.num_threads, self.max_threads)
+            logger.warning("%s.num_threads is %d, at most %d run here", key, config.num_threads, self.max_threads)
         self._threads = ThreadPool(min(config.num_threads, self.max_threads), cpus)
         self._config = config
         self._cpus = cpus

@@ -50,10 +50,10 @@ class DeviceUnavailableError(Exception):
 
 
 def _num_threads(config: Config) -> int:
-    """As configured; 0 leaves cpu_attn_svc its cores: one thread too many costs both services dearly."""
+    """As configured; 0 leaves attention on the CPU its cores: one thread too many costs both services dearly."""
     if config.gpu.num_threads:
         return config.gpu.num_threads
-    taken = config.cpu_attn.num_threads if config.cpu_attn.kv_bytes else 0
+    taken = sum(service.num_threads for service in config.cpu_attn_services)
     return max(1, usable_cores() - taken)
 
 
@@ -66,10 +66,11 @@ def _device(config: Config) -> torch.device:
 
 def check_kv_sizes(config: Config, block_bytes: int, host_block_bytes: int, memory_bytes: int) -> None:
     """Raises ConfigError where a tier was asked for that can't hold a single block, or more than the device has."""
-    for key, kv_bytes, least_bytes in (
-        ("gpu.kv_bytes", config.gpu.kv_bytes, block_bytes),
-        ("cpu_attn.kv_bytes", config.cpu_attn.kv_bytes, host_block_bytes),
-    ):
+    pools = (
+        (f"{config.cpu_attn_key(index)}.kv_bytes", service.kv_bytes, host_block_bytes)
+        for index, service in enumerate(config.cpu_attn)
+    )
+    for key, kv_bytes, least_bytes in (("gpu.kv_bytes", config.gpu.kv_bytes, block_bytes), *pools):
         if 0 < kv_bytes < least_bytes:
             raise ConfigError(
                 f"{key} is {kv_bytes} bytes, a KV block of kv.block_tokens = {config.kv.block_tokens} tokens takes "
@@ -130,7 +131,7 @@ def table_cache(config: Config) -> TableCache | None:
     kernels = Path(cpu_kernels.__file__).parent.glob("*.so")
     machine = {
         "processor": processor_name(),
-        "instruction_set": config.cpu_attn.instruction_set,
+        "instruction_sets": [service.instruction_set for service in config.cpu_attn],
         "torch": torch.__version__,
         "kernels": digest(kernels),
     }
@@ -142,8 +143,7 @@ async def _serve(config: Config, executor: Executor) -> None:
     with ThreadPoolExecutor(1, "executor", torch.set_num_threads, (torch.get_num_threads(),)) as thread:
         service_name = executor_pb2.DESCRIPTOR.services_by_name["ExecutorService"].full_name
         server = GrpcServer(config.gpu.listen, [service_name])
-        cpu_attention_address = config.cpu_attn.listen if config.cpu_attn.kv_bytes else None
-        servicer = ExecutorServicer(executor, thread, cpu_attention_address)
+        servicer = ExecutorServicer(executor, thread, [service.listen for service in config.cpu_attn_services])
         server.register(executor_pb2_grpc.add_ExecutorServiceServicer_to_server, servicer)
         await server.start()
         await server.set_ready(True)

@@ -1,10 +1,11 @@
 """Turns a SubBatch of ids into what the layers read: token ids, positions, cache rows, attention work.
 
-Rows of a batch are tokens, in the order prefill chunks, GPU decodes, CPU decodes. Everything here is made once per
-iteration and shared by all layers.
+Rows of a batch are tokens, in the order prefill chunks, GPU decodes, CPU decodes by host pool. Everything here is made
+once per iteration and shared by all layers.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -28,7 +29,9 @@ class ChunkWork:
     attention: PrefillAttention
     on_host: bool
     host_places: KvPlaces
-    """Where its K and V go in the host pool; of no use for chunks on the GPU."""
+    """Where its K and V go in its host pool; of no use for chunks on the GPU."""
+    pool: int
+    """That host pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,7 @@ class Batch:
     gpu_decode_rows: slice
     gpu_decode: DecodeAttention | None
     cpu_decode_rows: slice
-    cpu_work: CpuWork
+    cpu_work: tuple[CpuWork, ...]  # one for each host pool that has any of them
     output_rows: Tensor  # [num_outputs], int64, device: rows that yield a token
     output_slots: Slots  # their sequences
     gpu_attended_tokens: int
@@ -77,7 +80,8 @@ class BatchBuilder:
         chunk_slots = table.slots(chunk.sequence_id for chunk in sub_batch.prefills)
         starts = np.array([chunk.start for chunk in sub_batch.prefills], np.int64)
         lengths = np.array([chunk.num_tokens for chunk in sub_batch.prefills], np.int64)
-        decode_slots = np.concatenate([gpu_slots, cpu_slots])
+        order = np.argsort(table.pool[cpu_slots], kind="stable")  # Each pool's rows are handed over in one piece.
+        decode_slots = np.concatenate([gpu_slots, cpu_slots[order]])
         num_chunk_tokens, num_gpu_decodes = int(lengths.sum()), len(gpu_slots)
         num_tokens = num_chunk_tokens + len(decode_slots)
 
@@ -96,11 +100,14 @@ class BatchBuilder:
         )
         offsets = positions % self._shape.block_tokens
         blocks = table.block_tables[token_slots, positions // self._shape.block_tokens].astype(np.int64)
+        blocks -= table.first_block(token_slots)
         on_gpu = table.tier[token_slots] == Tier.GPU.value
         ends = np.cumsum(lengths)
         finished = starts + lengths == table.prompt_tokens[chunk_slots]
         gpu_context = table.computed_tokens[gpu_slots] + 1
-        cpu_context = table.computed_tokens[cpu_slots] + 1
+        first_cpu_row = num_chunk_tokens + num_gpu_decodes
+        cpu_rows = np.empty(len(order), np.int64)
+        cpu_rows[order] = np.arange(first_cpu_row, num_tokens)
         return Batch(
             index=index,
             token_ids=self._to_device(token_ids.astype(np.int64)),
@@ -115,13 +122,16 @@ class BatchBuilder:
             gpu_decode=self._backend.decode(gpu_context, self._tables(gpu_slots, gpu_context))
             if num_gpu_decodes
             else None,
-            cpu_decode_rows=slice(num_chunk_tokens + num_gpu_decodes, num_tokens),
+            cpu_decode_rows=slice(first_cpu_row, num_tokens),
             # Slot 1 serves a second sub-batch or a cohort: they never meet.
-            cpu_work=CpuWork(min(index, 1), cpu_context.astype(np.int32), self._tables(cpu_slots, cpu_context)),
-            output_rows=self._to_device(np.concatenate([ends[finished] - 1, np.arange(num_chunk_tokens, num_tokens)])),
-            output_slots=np.concatenate([chunk_slots[finished], decode_slots]),
+            cpu_work=self._cpu_work(cpu_slots[order], first_cpu_row, min(index, 1)),
+            # In the plan's order.
+            output_rows=self._to_device(
+                np.concatenate([ends[finished] - 1, np.arange(num_chunk_tokens, first_cpu_row), cpu_rows])
+            ),
+            output_slots=np.concatenate([chunk_slots[finished], gpu_slots, cpu_slots]),
             gpu_attended_tokens=int(gpu_context.sum()),
-            cpu_attended_tokens=int(cpu_context.sum()),
+            cpu_attended_tokens=int((table.computed_tokens[cpu_slots] + 1).sum()),
         )
 
     def _chunk(
@@ -135,12 +145,30 @@ class BatchBuilder:
     ) -> ChunkWork:
         """`blocks` and `offsets` are those of the batch's tokens."""
         rows = slice(end_row - length, end_row)
+        block_table = self._table.block_tables[slot] - int(self._table.first_block(np.array([slot]))[0])
         return ChunkWork(
             rows=rows,
-            attention=self._backend.prefill(start, length, self._table.block_tables[slot]),
+            attention=self._backend.prefill(start, length, block_table),
             on_host=bool(self._table.tier[slot] == Tier.HOST.value),
             host_places=KvPlaces.on(_HOST, blocks[rows], offsets[rows]),
+            pool=int(self._table.pool[slot]),
         )
+
+    def _cpu_work(self, slots: Slots, first_row: int, exchange_slot: int) -> tuple[CpuWork, ...]:
+        """Of CPU decodes sorted by pool, from `first_row` on."""
+        table = self._table
+        pools = table.pool[slots]
+        edges = [0, *(np.flatnonzero(np.diff(pools)) + 1).tolist(), len(slots)]
+        work = []
+        for start, end in pairwise(edges):
+            part = slots[start:end]
+            if len(part):
+                context = table.computed_tokens[part] + 1
+                blocks = self._tables(part, context) - table.first_block(part)[:, None]
+                rows = slice(first_row + start, first_row + end)
+                tables = blocks.astype(np.int32)
+                work.append(CpuWork(exchange_slot, context.astype(np.int32), tables, rows, int(pools[start])))
+        return tuple(work)
 
     def _tables(self, slots: Slots, context_tokens: NDArray[np.int64]) -> NDArray[np.int32]:
         """[n, stride], as wide as the longest context."""

@@ -1,11 +1,12 @@
-"""Asks cpu_attn_svc for a region and attaches it; the only place of gpu_svc that calls another service."""
+"""Asks each cpu_attn_svc for a region and attaches it; the only place of gpu_svc that calls another service."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import asdict
 
 import grpc
 
-from gpu_svc.host_tier import HostTier
+from gpu_svc.host_tier import HostPool, HostTier
 from gpu_svc.kv_cache import KvShape
 from gpu_svc.limits import Limits
 from neoflex.v1 import cpu_attention_pb2 as pb
@@ -22,7 +23,7 @@ _OPEN_REGION_S = 120.0
 
 
 class CpuAttentionUnavailableError(Exception):
-    """No CPU attention service could be attached; the text says why."""
+    """A CPU attention service could not be attached; the text says why."""
 
 
 def region_shape(decoder: Decoder, kv_shape: KvShape, limits: Limits) -> RegionShape:
@@ -43,7 +44,27 @@ def region_shape(decoder: Decoder, kv_shape: KvShape, limits: Limits) -> RegionS
     )
 
 
-async def attach_host_tier(address: str, epoch: int, shape: RegionShape) -> HostTier:
+async def attach_host_tier(
+    addresses: Sequence[str], epoch: int, shape: RegionShape
+) -> tuple[HostTier | None, tuple[str, ...]]:
+    """All services that answer, None where none does; and by service why it is not attached, or nothing.
+
+    At the same time: each may have to reserve a large pool.
+    """
+
+    async def attach(address: str) -> HostPool | str:
+        try:
+            return await attach_pool(address, epoch, shape)
+        except CpuAttentionUnavailableError as error:
+            return str(error)
+
+    found = await asyncio.gather(*map(attach, addresses))
+    pools = [item if isinstance(item, HostPool) else None for item in found]
+    errors = tuple(item if isinstance(item, str) else "" for item in found)
+    return HostTier(pools) if any(pools) else None, errors
+
+
+async def attach_pool(address: str, epoch: int, shape: RegionShape) -> HostPool:
     """Raises CpuAttentionUnavailableError."""
     async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
         try:
@@ -60,4 +81,4 @@ async def attach_host_tier(address: str, epoch: int, shape: RegionShape) -> Host
         plane = TensorPlane.attach(region.path, region.descriptor_endpoint, epoch, shape)
     except PlaneError as error:
         raise CpuAttentionUnavailableError(f"the region of {address} cannot be attached: {error}") from error
-    return HostTier(plane, region.num_threads)
+    return HostPool(plane, region.num_threads)

@@ -12,7 +12,6 @@ from gpu_svc.cohort import CohortSteps
 from gpu_svc.host_tier import HostTier
 from gpu_svc.kv_cache import GpuKvCache
 from gpu_svc.kv_layout import KvBlocks
-from gpu_svc.kv_swap import copy_blocks
 from gpu_svc.limits import InvalidPlanError, Limits
 from gpu_svc.pipeline import Stage, outputs, run_beside_cohort, run_layers
 from gpu_svc.profiler import Profiler
@@ -20,8 +19,8 @@ from gpu_svc.recorder import NullRecorder
 from gpu_svc.sampling import sample
 from gpu_svc.sequences import Moves, SequenceTable
 from svc_common.decoder.decoder import Decoder
-from svc_common.plan import CohortStep, IterationPlan, IterationResult, SubBatch, Timings, TokenLogprobs
-from svc_common.tensor_plane import PeerLostError
+from svc_common.plan import CohortStep, IterationPlan, IterationResult, PoolWork, SubBatch, Timings, TokenLogprobs
+from svc_common.tensor_plane import PeerLostError, Report
 from svc_common.trace import COHORT, TraceKind
 
 
@@ -51,16 +50,13 @@ class Epoch:
         self._limits = limits
         self._decoder = decoder
         shape = cache.shape
-        num_host_blocks = host.num_blocks if host else 0
-        self.table = SequenceTable(
-            limits, shape.block_tokens, cache.num_blocks, num_host_blocks, decoder.spec.vocab_size
-        )
+        host_pools = host.pool_blocks if host else ()
+        self.table = SequenceTable(limits, shape.block_tokens, cache.num_blocks, host_pools, decoder.spec.vocab_size)
         self._backend = make_backend(decoder.spec, shape, decoder.dtype, decoder.device)
         self._builder = BatchBuilder(self.table, self._backend, shape, decoder.device)
         self._cohort_steps = CohortSteps(self.table, decoder.spec.num_layers)
         self._resting: tuple[Batch, torch.Tensor] | None = None
         """A cohort between two parts of its step, with its hidden states."""
-        self._announced_host_blocks = 0
 
     def profiler(self) -> Profiler:
         """Measures on this epoch's caches; before the first plan only, as it writes into blocks."""
@@ -75,7 +71,7 @@ class Epoch:
         if plan.iteration != self.last_iteration + 1:
             raise InvalidPlanError(f"iteration {plan.iteration} follows {self.last_iteration}")
         if self.host is not None and not self.host.is_alive:
-            raise PeerLostError("the CPU attention service is gone")
+            raise PeerLostError("a CPU attention service is gone")
         self._cohort_steps.check_changes(plan)
         moves = self.table.apply(plan)
         self.table.check_work(plan)
@@ -90,7 +86,7 @@ class Epoch:
         ]
         part = self._part(plan.cohort) if plan.cohort else None
         waited_before_ns = self.host.wait_ns if self.host else 0
-        stages, cpu_attention_ns = self._run_layers(batches, part, plan.host_blocks_used, recorder)
+        stages, reports = self._run_layers(batches, part, recorder)
         cpu_wait_ns = self.host.wait_ns - waited_before_ns if self.host else 0
         for sub_batch in plan.sub_batches:
             self.table.advance(sub_batch)
@@ -105,22 +101,37 @@ class Epoch:
             tokens=tokens,
             logprobs=logprobs,
             timings=Timings(
-                cpu_wait_ns=cpu_wait_ns, cpu_attention_ns=cpu_attention_ns, swap_ns=swap_ns, head_ns=head_ns
+                cpu_wait_ns=cpu_wait_ns,
+                cpu_attention_ns=sum([report.compute_ns for report in reports.values()]),
+                swap_ns=swap_ns,
+                head_ns=head_ns,
             ),
             swapped_out_bytes=len(moves.to_host) * block_bytes
             + sum(batch.host_chunk_tokens for batch in done) * token_bytes,
             swapped_in_bytes=len(moves.to_gpu) * block_bytes,
             gpu_attended_tokens=sum(batch.gpu_attended_tokens for batch in done),
             cpu_attended_tokens=sum(batch.cpu_attended_tokens for batch in done),
+            pool_work=self._pool_work(done, reports),
         )
+
+    def _pool_work(self, done: list[Batch], reports: dict[int, Report]) -> tuple[PoolWork, ...]:
+        num_pools = len(self.host.pools) if self.host else 0
+        if num_pools < 2:
+            return ()
+        tokens = [0] * num_pools
+        for batch in done:
+            for part in batch.cpu_work:
+                tokens[part.pool] += int(part.context_tokens.sum())
+        times_ns = [reports[pool].compute_ns if pool in reports else 0 for pool in range(num_pools)]
+        return tuple(map(PoolWork, times_ns, tokens))
 
     def _swap(self, moves: Moves) -> int:
         """All moves to the host, then all to the GPU, which may reuse the blocks. Nanoseconds."""
         start_ns = time.perf_counter_ns()
         if self.host is not None:
-            gpu, host, head_dim = KvBlocks(self.cache.blocks), self.host.blocks, self.cache.shape.head_dim
-            copy_blocks(gpu, host, moves.to_host, head_dim)
-            copy_blocks(host, gpu, moves.to_gpu, head_dim)
+            gpu, head_dim = KvBlocks(self.cache.blocks), self.cache.shape.head_dim
+            self.host.swap_out(gpu, moves.to_host, head_dim)
+            self.host.swap_in(gpu, moves.to_gpu, head_dim)
         return time.perf_counter_ns() - start_ns
 
     def _part(self, step: CohortStep) -> CohortPart:
@@ -129,20 +140,19 @@ class Epoch:
         return CohortPart(step, self._builder.build(SubBatch(cpu_decodes=step.sequence_ids), COHORT), None)
 
     def _run_layers(
-        self, batches: list[Batch], part: CohortPart | None, host_blocks_used: int, recorder: NullRecorder
-    ) -> tuple[list[Stage], int]:
+        self, batches: list[Batch], part: CohortPart | None, recorder: NullRecorder
+    ) -> tuple[list[Stage], dict[int, Report]]:
         """What is after the last layer now: sub-batches, then a cohort whose step has ended.
 
-        And nanoseconds the CPU attention service computed.
+        And the report of each host pool that had work.
         """
         at_work = [*batches, part.batch] if part else batches
         # Sub-batch 1 is submitted first in each layer, see pipeline.py.
-        for_cpu = [batch for batch in reversed(at_work) if len(batch.cpu_work)]
-        if self.host is not None and (for_cpu or host_blocks_used != self._announced_host_blocks):
-            cpu_work = [batch.cpu_work for batch in for_cpu]
-            self.host.begin(cpu_work, host_blocks_used, recorder.is_on, part.layers if part else None)
-            self._announced_host_blocks = host_blocks_used
-        recorder.describe(at_work, [batch.index for batch in for_cpu], part.layers.start if part else 0)
+        for_cpu = [work for batch in reversed(at_work) for work in batch.cpu_work]
+        if self.host is not None:
+            layers = part.layers if part else None
+            self.host.begin(for_cpu, self.table.pool_blocks_used, recorder.is_on, layers)
+        recorder.describe(at_work, part.layers.start if part else 0)
         stages = [recorder.stage(batch, self._decoder, self.cache, self.host) for batch in batches]
         first, second = [*stages, None, None][:2]
         num_layers = self._decoder.spec.num_layers
@@ -159,11 +169,13 @@ class Epoch:
             if first:
                 run_layers(first, second, num_layers)
         if self.host is None or not for_cpu:
-            return stages, 0
-        report = self.host.finish()
-        recorder.take_cpu_times(report.times_ns)
+            return stages, {}
+        reports = self.host.finish(for_cpu)
+        busiest = max(reports, key=lambda pool: reports[pool].compute_ns)
+        order = [batch.index for batch in reversed(at_work) for work in batch.cpu_work if work.pool == busiest]
+        recorder.take_cpu_times(reports[busiest].times_ns, order)
         recorder.mark(TraceKind.REPORT)
-        return stages, report.compute_ns
+        return stages, reports
 
     def _sample(self, stages: list[Stage]) -> tuple[tuple[tuple[int, int], ...], dict[int, TokenLogprobs], int]:
         """Tokens by sequence id, log-probabilities, and nanoseconds of head and sampling."""

@@ -1,20 +1,7 @@
 """Grids of measurements and what is kept of them; under the profiler."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
-
-
-@dataclass(frozen=True, slots=True)
-class CpuTrip:
-    """A layer's decodes on the CPU, and where their time goes; seconds of one layer."""
-
-    num_sequences: int
-    context_tokens: int
-    """Of all sequences together."""
-    attention_s: float
-    copy_s: float
-    signal_s: float
 
 
 def steps(first: int, last: int, factor: int) -> Iterator[int]:

@@ -55,7 +55,6 @@ class Stage:
         # Views of these, made once: each layer writes into the same memory.
         self._gpu_q, self._gpu_attended = (part[batch.gpu_decode_rows] for part in (self._q, self._attended))
         self._has_gpu_kv = bool(len(batch.gpu_kv_places))
-        self._has_cpu_decodes = host is not None and bool(len(batch.cpu_work))
 
     def pre_attention(self, layer: int) -> None:
         """Computes q, k and v, and stores k and v of tokens whose sequence is on the GPU."""
@@ -65,9 +64,9 @@ class Stage:
             self._cache.write(layer, batch.gpu_kv_places, self._kv[batch.gpu_kv_tokens])
 
     def submit(self) -> None:
-        """Hands the CPU its decodes; it stores their k and v itself."""
-        if self._host and self._has_cpu_decodes:
-            self._host.submit(self.batch.cpu_work.slot, self._q, self._kv, self.batch.cpu_decode_rows)
+        """Hands the CPU its decodes, every service its own; it stores their k and v itself."""
+        if self._host and self.batch.cpu_work:
+            self._host.submit(self.batch.cpu_work, self._q, self._kv)
 
     def attend_prefills(self, layer: int) -> None:
         """Chunks of host sequences leave their K and V in the host pool, layer by layer, none on the GPU."""
@@ -78,8 +77,9 @@ class Stage:
                 continue
             assert self._host is not None  # Host sequences exist only with a host tier.
             kv = self._kv[chunk.rows]
-            self._host.write(layer, chunk.host_places, kv)
-            chunk.attention.run_on_host(layer, q, self._host.blocks[layer], kv, out)
+            pool = self._host.pool(chunk.pool)
+            pool.write(layer, chunk.host_places, kv)
+            chunk.attention.run_on_host(layer, q, pool.blocks[layer], kv, out)
 
     def attend_decodes(self, layer: int) -> None:
         if self.batch.gpu_decode is not None:
@@ -87,8 +87,8 @@ class Stage:
 
     def wait(self) -> None:
         """Until the CPU has attended what was submitted last."""
-        if self._host and self._has_cpu_decodes:
-            self._host.wait(self.batch.cpu_work.slot, self._attended, self.batch.cpu_decode_rows)
+        if self._host and self.batch.cpu_work:
+            self._host.wait(self.batch.cpu_work, self._attended)
 
     def post_attention(self, layer: int) -> None:
         self.hidden = self._decoder.post_attention(layer, self._attended, self.hidden)

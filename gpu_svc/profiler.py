@@ -5,7 +5,6 @@ it, time is linear in what still grows, and start-up must not take minutes.
 """
 
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -17,12 +16,13 @@ from torch import Tensor
 
 from gpu_svc.attention import AttentionBackend, DecodeAttention
 from gpu_svc.batch import BatchBuilder
-from gpu_svc.host_tier import CpuWork, HostTier
+from gpu_svc.cpu_trip import CpuTrip, cpu_trip, noise
+from gpu_svc.host_tier import HostPool, HostTier
 from gpu_svc.kv_cache import GpuKvCache, KvPlaces
 from gpu_svc.kv_layout import KvBlocks
 from gpu_svc.kv_swap import BlockMoves, copy_blocks
 from gpu_svc.limits import Int32Array, Limits
-from gpu_svc.measured import CpuTrip, lesser, points, steps
+from gpu_svc.measured import lesser, points, steps
 from gpu_svc.pipeline import Stage, outputs, run_layers
 from gpu_svc.sampling import SamplingRows, sample
 from gpu_svc.sequences import SequenceTable
@@ -32,7 +32,7 @@ from svc_common.decoder.decoder import Decoder, Workspace
 from svc_common.model.spec import LayerSpec
 from svc_common.plan import IterationPlan, Mode, NewSequence, Sampling, SubBatch, Tier
 
-_CPU_RUNS = 3
+_FACTOR_POINTS = 3
 _SWAP_BYTES = 16 * 2**20
 _ITERATION_SEQUENCES = 4  # A point of all tables, as is 1.
 
@@ -51,10 +51,19 @@ class Profiler:
     def _watch(self) -> Stopwatch:
         return Stopwatch(self.decoder.device)
 
+    @property
+    def _pools(self) -> tuple[HostPool | None, ...]:
+        return self.host.pools if self.host else ()
+
+    @property
+    def _pool(self) -> HostPool | None:
+        """The first that is attached: attention on the CPU is measured with its service."""
+        return next((pool for pool in self._pools if pool), None)
+
     def facts(self) -> dict[str, object]:
         """All of this epoch that the tables depend on.
 
-        The CPU attention service is measured with the threads that it has at that time; where it gets others later,
+        CPU attention services are measured with the threads that they have at that time; where one gets others later,
         online calibration follows.
         """
         decoder, shape, device = self.decoder, self.cache.shape, self.decoder.device
@@ -68,8 +77,7 @@ class Profiler:
             "host_kv_dtype": str(shape.host_dtype),
             "block_tokens": shape.block_tokens,
             "gpu_blocks": self.cache.num_blocks,
-            "host_blocks": self.host.num_blocks if self.host else 0,
-            "cpu_attention_threads": self.host.num_threads if self.host else 0,
+            "host_pools": [(pool.num_blocks, pool.num_threads) if pool else None for pool in self._pools],
             "limits": asdict(self.limits),
         }
 
@@ -78,7 +86,8 @@ class Profiler:
         """Everything twice, and the lesser counts: a stall must not spoil a point, least of all one that is kept."""
         linear, head = lesser(self._linear), lesser(self._head)
         prefill, decode = lesser(self._prefill), lesser(self._gpu_decode)
-        trips = [*self._cpu_trips(), *self._cpu_trips()]
+        pool = self._pool
+        trips = [*self._cpu_trips(pool), *self._cpu_trips(pool)] if pool else []
         attention = lesser(lambda: ((t.num_sequences, t.context_tokens, t.attention_s) for t in trips))
         copies = lesser(lambda: ((t.num_sequences, t.copy_s) for t in trips))
         return Tables(
@@ -91,6 +100,7 @@ class Profiler:
             iteration_s=self._iteration_s(linear, decode, head),
             cpu_copy=points(copies),
             cpu_signal_s=statistics.median(trip.signal_s for trip in trips) if trips else 0.0,
+            cpu_pool_factors=tuple(map(self._pool_factor, self._pools)) if len(self._pools) > 1 else (),
         )
 
     def _linear(self) -> Iterator[tuple[int, float]]:
@@ -147,39 +157,20 @@ class Profiler:
     def _run_decode(self, attention: DecodeAttention, q: Tensor, out: Tensor, layer: int) -> None:
         attention.run(layer, q, self.cache.blocks[layer], out)
 
-    def _cpu_trips(self) -> Iterator[CpuTrip]:
-        spec, host = self.decoder.spec, self.host
-        if host is None:
-            return
-        for num_sequences, context_tokens, tables in self._decode_grid(host.num_blocks):
-            q = self._noise(num_sequences, spec.num_q_heads, spec.head_dim)
-            kv = self._noise(num_sequences, 2, spec.num_kv_heads, spec.head_dim)
-            out = torch.empty_like(q)
-            work = CpuWork(0, np.full(num_sequences, context_tokens, np.int32), tables)
-            passes: list[tuple[int, int, int]] = []
-            while len(passes) < _CPU_RUNS and sum(map(sum, passes)) < LONG_S * 1e9:
-                passes.append(self._trips_ns(host, work, q, kv, out))
-            # The least: what disturbs a measurement only adds. To waiting it may do either.
-            attention_ns, copy_ns, signal_ns = zip(*passes, strict=True)
-            yield CpuTrip(
-                num_sequences,
-                num_sequences * context_tokens,
-                attention_s=min(attention_ns) / spec.num_layers / 1e9,
-                copy_s=min(copy_ns) / spec.num_layers / 1e9,
-                signal_s=statistics.median(signal_ns) / spec.num_layers / 1e9,
-            )
+    def _cpu_trips(self, pool: HostPool) -> Iterator[CpuTrip]:
+        for load in self._decode_grid(pool.num_blocks):
+            yield cpu_trip(self.decoder, pool, *load)
 
-    def _trips_ns(self, host: HostTier, work: CpuWork, q: Tensor, kv: Tensor, out: Tensor) -> tuple[int, int, int]:
-        """Nanoseconds of attention, of copies and of waiting for doorbells, through all layers."""
-        rows = slice(0, len(work))
-        host.begin([work], 0)
-        waited_before_ns, start_ns = host.wait_ns, time.perf_counter_ns()
-        for _ in range(self.decoder.spec.num_layers):
-            host.submit(work.slot, q, kv, rows)
-            host.wait(work.slot, out, rows)
-        total_ns, waited_ns = time.perf_counter_ns() - start_ns, host.wait_ns - waited_before_ns
-        attended_ns = host.finish().compute_ns
-        return attended_ns, total_ns - waited_ns, max(0, waited_ns - attended_ns)
+    def _pool_factor(self, pool: HostPool | None) -> float:
+        """Attention there in multiples of that in the first pool: the median of the largest loads that both hold."""
+        first = self._pool
+        if first is None or pool is None or pool is first:
+            return 1.0
+        loads = [*self._decode_grid(min(first.num_blocks, pool.num_blocks))][-_FACTOR_POINTS:]
+        return statistics.median(
+            cpu_trip(self.decoder, pool, *load).attention_s / cpu_trip(self.decoder, first, *load).attention_s
+            for load in loads
+        )
 
     def _decode_grid(self, num_blocks: int) -> Iterator[tuple[int, int, Int32Array]]:
         """(num_sequences, context tokens of each, block tables) up to what the tier holds."""
@@ -213,14 +204,15 @@ class Profiler:
 
     def _swap_bytes_per_s(self) -> float:
         """There and back, in the host's bytes. 0 where there is no second tier."""
-        if self.host is None or not self.cache.num_blocks:
+        pool = self._pool
+        if pool is None or not self.cache.num_blocks:
             return 0.0
         shape = self.cache.shape
         block_bytes = shape.host_block_bytes
-        num_blocks = min(self.cache.num_blocks, self.host.num_blocks, max(1, _SWAP_BYTES // block_bytes))
+        num_blocks = min(self.cache.num_blocks, pool.num_blocks, max(1, _SWAP_BYTES // block_bytes))
         blocks = np.arange(num_blocks, dtype=np.int32)
         moves = BlockMoves(blocks, blocks, np.full(num_blocks, shape.block_tokens, np.int32))
-        gpu, host = KvBlocks(self.cache.blocks), self.host.blocks
+        gpu, host = KvBlocks(self.cache.blocks), pool.blocks
 
         def there_and_back() -> None:
             copy_blocks(gpu, host, moves, shape.head_dim)
@@ -240,7 +232,7 @@ class Profiler:
         num = _ITERATION_SEQUENCES if most >= _ITERATION_SEQUENCES else 1
         context_tokens = min(cache.shape.block_tokens, self.limits.max_sequence_tokens)
         limits = Limits(num, num, context_tokens)
-        table = SequenceTable(limits, cache.shape.block_tokens, num, 0, self.decoder.spec.vocab_size)
+        table = SequenceTable(limits, cache.shape.block_tokens, num, (), self.decoder.spec.vocab_size)
         new = tuple(NewSequence(i, (0,), Tier.GPU, (i,), Sampling(temperature=1.0)) for i in range(num))
         table.apply(IterationPlan(1, 1, Mode.GPU_ONLY, new_sequences=new))
         table.prompt_tokens[:] = 0  # As if all of its tokens were generated.
@@ -269,7 +261,7 @@ class Profiler:
         return max(prepare_s, watch.least_s(run) - self.decoder.spec.num_layers * layer_s - head[num,])
 
     def _noise(self, *shape: int) -> Tensor:
-        return torch.randn(shape, dtype=torch.float32).to(device=self.decoder.device, dtype=self.decoder.dtype)
+        return noise(self.decoder, *shape)
 
     def _layer_s(self, run: Callable[[int], object]) -> float:
         """What `run` takes in a layer, layer after layer; the mean, where they differ in windows or experts."""

@@ -36,11 +36,11 @@ class NullRecorder:
     ) -> Stage:
         return Stage(batch, decoder, cache, host, hidden)
 
-    def describe(self, batches: Sequence[Batch], cpu_order: Sequence[int], cpu_layer: int) -> None:
-        """Batches with work, in which order the CPU gets those that have some for it, and its first layer."""
+    def describe(self, batches: Sequence[Batch], cpu_layer: int) -> None:
+        """Batches with work, and the CPU's first layer."""
 
-    def take_cpu_times(self, times_ns: Sequence[int]) -> None:
-        """As in the plane's Report."""
+    def take_cpu_times(self, times_ns: Sequence[int], order: Sequence[int]) -> None:
+        """As in the plane's Report, of a service that gets these batches' work in this order."""
 
 
 NO_RECORDER = NullRecorder()
@@ -82,11 +82,11 @@ class Recorder(NullRecorder):
         """That marks each of its steps."""
         return _RecordedStage(self, batch, decoder, cache, host, hidden)
 
-    def describe(self, batches: Sequence[Batch], cpu_order: Sequence[int], cpu_layer: int) -> None:
-        self._batches, self._cpu_order, self._cpu_layer = batches, cpu_order, cpu_layer
+    def describe(self, batches: Sequence[Batch], cpu_layer: int) -> None:
+        self._batches, self._cpu_layer = batches, cpu_layer
 
-    def take_cpu_times(self, times_ns: Sequence[int]) -> None:
-        self._cpu_times_ns = times_ns
+    def take_cpu_times(self, times_ns: Sequence[int], order: Sequence[int]) -> None:
+        self._cpu_times_ns, self._cpu_order = times_ns, order
 
     def trace(self, plan: IterationPlan, end_ns: int) -> IterationTrace:
         """What was noted since `begin`."""
@@ -150,7 +150,7 @@ class _RecordedStage(Stage):
 
     def submit(self) -> None:
         super().submit()
-        if len(self.batch.cpu_work):
+        if self.batch.cpu_work:
             self._mark(TraceKind.SUBMIT)
 
     def attend_prefills(self, layer: int) -> None:
@@ -165,7 +165,7 @@ class _RecordedStage(Stage):
 
     def wait(self) -> None:
         super().wait()
-        if len(self.batch.cpu_work):
+        if self.batch.cpu_work:
             self._mark(TraceKind.WAIT)
 
     def post_attention(self, layer: int) -> None:
@@ -178,6 +178,6 @@ def _describe(batch: Batch) -> TracedSubBatch:
         index=batch.index,
         prefill_tokens=sum(chunk.rows.stop - chunk.rows.start for chunk in batch.chunks),
         gpu_decodes=batch.gpu_decode_rows.stop - batch.gpu_decode_rows.start,
-        cpu_decodes=len(batch.cpu_work),
+        cpu_decodes=batch.cpu_decode_rows.stop - batch.cpu_decode_rows.start,
         cpu_context_tokens=batch.cpu_attended_tokens,
     )

@@ -28,16 +28,26 @@ class SequenceTable:
     """Rows of arrays are valid for the slots in `slot_of`."""
 
     def __init__(
-        self, limits: Limits, block_tokens: int, num_gpu_blocks: int, num_host_blocks: int, vocab_size: int
+        self,
+        limits: Limits,
+        block_tokens: int,
+        num_gpu_blocks: int,
+        host_pools: Iterable[int],
+        vocab_size: int,
     ) -> None:
+        """`host_pools`: blocks of each."""
         size = limits.max_sequences
         self._limits = limits
         self._block_tokens = block_tokens
         self._vocab_size = vocab_size
+        self._pool_ends = np.cumsum([0, *host_pools])
+        """Where each pool's blocks end, after a 0."""
         self.owned = {
             Tier.GPU: BlockOwnership(Tier.GPU, num_gpu_blocks),
-            Tier.HOST: BlockOwnership(Tier.HOST, num_host_blocks),
+            Tier.HOST: BlockOwnership(Tier.HOST, int(self._pool_ends[-1])),
         }
+        self.pool_blocks_used = [0] * (len(self._pool_ends) - 1)
+        """Owned by sequences, by host pool."""
         self.slot_of: dict[int, int] = {}
         self._free_slots = list(range(size - 1, -1, -1))
         self.sequence_ids = np.zeros(size, np.uint64)
@@ -48,6 +58,8 @@ class SequenceTable:
         self.last_token = np.zeros(size, np.int64)
         """Input of the next decode, once the whole prompt is computed."""
         self.tier = np.zeros(size, np.int8)
+        self.pool = np.zeros(size, np.int64)
+        """Host pool of those on the host."""
         self.num_blocks = np.zeros(size, np.int64)
         self.block_tables = np.zeros((size, 16), np.int32)
         """Owned blocks in order; grows wider as sequences do."""
@@ -88,7 +100,7 @@ class SequenceTable:
     def _release(self, sequence_id: int) -> None:
         slot = self._slot(sequence_id)
         del self.slot_of[sequence_id]
-        self.owned[Tier(self.tier[slot])].release(self._blocks(slot))
+        self._release_blocks(slot)
         self.prompts[slot] = np.zeros(0, np.int32)
         self._free_slots.append(slot)
 
@@ -126,7 +138,10 @@ class SequenceTable:
         self._add_blocks(self._slot(more.sequence_id), more.sequence_id, np.array(more.blocks, np.int32))
 
     def _add_blocks(self, slot: int, sequence_id: int, blocks: Int32Array) -> None:
-        self.owned[Tier(self.tier[slot])].claim(blocks, sequence_id)
+        tier = Tier(self.tier[slot])
+        self.owned[tier].claim(blocks, sequence_id)
+        if tier is Tier.HOST and len(blocks):
+            self._claim_pool(slot, sequence_id, blocks)
         start = int(self.num_blocks[slot])
         end = start + len(blocks)
         while end > self.block_tables.shape[1]:
@@ -134,8 +149,27 @@ class SequenceTable:
         self.block_tables[slot, start:end] = blocks
         self.num_blocks[slot] = end
 
-    def _blocks(self, slot: int) -> Int32Array:
-        return self.block_tables[slot, : self.num_blocks[slot]].copy()
+    def _claim_pool(self, slot: int, sequence_id: int, blocks: Int32Array) -> None:
+        pools = np.searchsorted(self._pool_ends, blocks, side="right") - 1
+        pool = self.pool[slot] if self.num_blocks[slot] else pools[0]
+        if (pools != pool).any():
+            raise InvalidPlanError(f"sequence {sequence_id} gets host blocks of several pools: {blocks.tolist()}")
+        self.pool[slot] = pool
+        self.pool_blocks_used[pool] += len(blocks)
+
+    def _release_blocks(self, slot: int) -> Int32Array:
+        """Those that it had."""
+        blocks = self.block_tables[slot, : self.num_blocks[slot]].copy()
+        tier = Tier(self.tier[slot])
+        self.owned[tier].release(blocks)
+        if tier is Tier.HOST:
+            self.pool_blocks_used[self.pool[slot]] -= len(blocks)
+        return blocks
+
+    def first_block(self, slots: Slots) -> NDArray[np.int64]:
+        """[n] the first block of each one's host pool, 0 of those on the GPU: from there on its cache counts."""
+        on_host = self.tier[slots] == Tier.HOST.value
+        return np.where(on_host, self._pool_ends[self.pool[slots]], 0)
 
     def _filled_blocks(self, slot: int) -> int:
         return -(-int(self.computed_tokens[slot]) // self._block_tokens)
@@ -143,8 +177,7 @@ class SequenceTable:
     def _give_up_blocks(self, slot: int, swap: Swap) -> Int32Array:
         if self.tier[slot] == swap.target.value:
             raise InvalidPlanError(f"sequence {swap.sequence_id} is on the {swap.target.name.lower()} already")
-        blocks = self._blocks(slot)
-        self.owned[Tier(self.tier[slot])].release(blocks)
+        blocks = self._release_blocks(slot)
         self.tier[slot] = swap.target.value
         self.num_blocks[slot] = 0
         return blocks

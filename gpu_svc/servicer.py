@@ -3,14 +3,14 @@
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor as ThreadExecutor
 from functools import partial
 from typing import Any, TypeVar
 
 import grpc
 
-from gpu_svc.cpu_attention_client import CpuAttentionUnavailableError, attach_host_tier, region_shape
+from gpu_svc.cpu_attention_client import attach_host_tier, region_shape
 from gpu_svc.executor import Executor
 from gpu_svc.host_tier import HostTier
 from gpu_svc.limits import InvalidPlanError, Limits
@@ -33,11 +33,11 @@ T = TypeVar("T")
 class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
     """Thin: the executor decides nothing and this decides less."""
 
-    def __init__(self, executor: Executor, thread: ThreadExecutor, cpu_attention_address: str | None) -> None:
-        """`thread` has one worker, the only one to touch `executor`. No address: no CPU attention configured."""
+    def __init__(self, executor: Executor, thread: ThreadExecutor, cpu_attention_addresses: Sequence[str]) -> None:
+        """`thread` has one worker, the only one to touch `executor`. Addresses: of all CPU attention services."""
         self._executor = executor
         self._thread = thread
-        self._cpu_attention_address = cpu_attention_address
+        self._cpu_attention_addresses = tuple(cpu_attention_addresses)
         self._opening = asyncio.Lock()
 
     async def OpenEpoch(self, request: pb.OpenEpochRequest, context: Context) -> pb.OpenEpochResponse:
@@ -59,14 +59,14 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         # The old pool is unmapped before a new one is made.
         await self._in_thread(executor.close_epoch)
         limits = Limits(request.max_sequences, request.max_batch_tokens, request.max_sequence_tokens)
-        host, cpu_attention_error = await self._attach(request.epoch, limits)
+        host, errors = await self._attach(request.epoch, limits)
         await self._in_thread(lambda: executor.open_epoch(request.epoch, limits, host))
         tables = None
         if request.profile:
             try:
                 tables = await self._in_thread(executor.profile)
-            except PlaneError as error:
-                host, cpu_attention_error = None, f"lost while it was measured: {error}"
+            except PlaneError as lost:  # One of them; the others will be attached in another epoch.
+                host, errors = None, tuple(error or f"lost while it was measured: {lost}" for error in errors)
                 await self._in_thread(lambda: executor.open_epoch(request.epoch, limits, None))
                 tables = await self._in_thread(executor.profile)
         shape = executor.kv_shape
@@ -76,9 +76,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             kv_dtype=dtype_name(shape.dtype),
             block_bytes=shape.block_bytes,
             gpu_blocks=executor.num_gpu_blocks,
-            host_blocks=host.num_blocks if host else 0,
-            cpu_attention_error=cpu_attention_error,
-            cpu_attention_threads=host.num_threads if host else 0,
+            host_pools=_host_pools(host, errors),
             tables=tables_to_pb(tables) if tables else None,
             host_kv_dtype=dtype_name(shape.host_dtype),
             host_block_bytes=shape.host_block_bytes,
@@ -88,21 +86,16 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             request.epoch,
             response.gpu_blocks,
             shape.block_bytes,
-            response.host_blocks,
+            host.num_blocks if host else 0,
             shape.host_block_bytes,
-            f"; no CPU attention: {cpu_attention_error}" if cpu_attention_error else "",
+            "".join(f"; no CPU attention: {error}" for error in errors if error),
         )
         return response
 
-    async def _attach(self, epoch: int, limits: Limits) -> tuple[HostTier | None, str]:
-        """The host tier, or why there is none."""
-        if self._cpu_attention_address is None:
-            return None, ""
+    async def _attach(self, epoch: int, limits: Limits) -> tuple[HostTier | None, tuple[str, ...]]:
+        """The host tier, if there is one, and why services are missing in it."""
         shape = region_shape(self._executor.decoder, self._executor.kv_shape, limits)
-        try:
-            return await attach_host_tier(self._cpu_attention_address, epoch, shape), ""
-        except CpuAttentionUnavailableError as error:
-            return None, str(error)
+        return await attach_host_tier(self._cpu_attention_addresses, epoch, shape)
 
     async def Execute(
         self, request_iterator: AsyncIterator[pb.ExecuteRequest], context: Context
@@ -141,6 +134,18 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
 
     def _in_thread(self, work: Callable[[], T]) -> "asyncio.Future[T]":
         return asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def _host_pools(host: HostTier | None, errors: Sequence[str]) -> list[pb.HostPool]:
+    """One for each service that is configured."""
+    if host is None:
+        return [pb.HostPool(error=error) for error in errors]
+    return [
+        pb.HostPool(first_block=first, num_blocks=pool.num_blocks, num_threads=pool.num_threads)
+        if pool
+        else pb.HostPool(first_block=first, error=error)
+        for pool, first, error in zip(host.pools, host.first_blocks, errors, strict=True)
+    ]
 
 
 def _check_open_epoch(request: pb.OpenEpochRequest) -> None:

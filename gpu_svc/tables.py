@@ -22,3 +22,5 @@ class Tables:
     cpu_copy: tuple[tuple[int, float], ...] = ()
     """(num_sequences, one layer)"""
     cpu_signal_s: float = 0.0
+    cpu_pool_factors: tuple[float, ...] = ()
+    """Of `cpu_decode`, by host pool; () for a single one."""

@@ -55,7 +55,6 @@ def plan_from_pb(plan: pb.IterationPlan) -> IterationPlan:
         new_blocks=tuple(NewBlocks(more.sequence_id, tuple(more.blocks)) for more in plan.new_blocks),
         sub_batches=tuple(map(_sub_batch, plan.sub_batches)),
         cohort=_cohort(plan.cohort) if plan.HasField("cohort") else None,
-        host_blocks_used=plan.host_blocks_used,
         trace=plan.trace,
     )
 
@@ -125,6 +124,10 @@ def result_to_pb(result: IterationResult) -> pb.IterationResult:
         swapped_in_bytes=result.swapped_in_bytes,
         gpu_attended_tokens=result.gpu_attended_tokens,
         cpu_attended_tokens=result.cpu_attended_tokens,
+        host_pool_work=[
+            pb.HostPoolWork(attention_ns=work.attention_ns, attended_tokens=work.attended_tokens)
+            for work in result.pool_work
+        ],
         error=_ERRORS[result.error],
         error_message=result.error_message,
         trace=trace_to_message(result.trace) if result.trace else None,
@@ -142,6 +145,7 @@ def tables_to_pb(tables: Tables) -> pb.OperationTables:
         iteration_s=tables.iteration_s,
         cpu_copy=[pb.LinearPoint(num_tokens=n, seconds=s) for n, s in tables.cpu_copy],
         cpu_signal_s=tables.cpu_signal_s,
+        cpu_pool_factors=tables.cpu_pool_factors,
     )
 
 
@@ -166,9 +170,10 @@ def tables_from_json(document: dict[str, Any]) -> Tables:
         iteration_s=message.iteration_s,
         cpu_copy=tuple((p.num_tokens, p.seconds) for p in message.cpu_copy),
         cpu_signal_s=message.cpu_signal_s,
+        cpu_pool_factors=tuple(message.cpu_pool_factors),
     )
     points = (tables.linear, tables.prefill, tables.gpu_decode, tables.cpu_decode, tables.head, tables.cpu_copy)
-    values = (tables.swap_bytes_per_s, tables.iteration_s, tables.cpu_signal_s)
+    values = (tables.swap_bytes_per_s, tables.iteration_s, tables.cpu_signal_s, *tables.cpu_pool_factors)
     if not all(
         math.isfinite(v) and v >= 0 for v in (*values, *(v for table in points for point in table for v in point))
     ):

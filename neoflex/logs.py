@@ -13,6 +13,11 @@ class LogFollower:
         self._paths = dict(paths)
         self._offsets = {name: path.stat().st_size if path.exists() else 0 for name, path in paths.items()}
 
+    @property
+    def name_width(self) -> int:
+        """Characters of the longest name."""
+        return max(map(len, self._paths), default=0)
+
     def new_lines(self) -> Iterator[tuple[str, str]]:
         """(name, line) of each whole line, by file."""
         for name, path in self._paths.items():

@@ -16,9 +16,15 @@ class AddressInUseError(Exception):
     """The planner cannot listen where it should, mostly because somebody else already does."""
 
 
-def socket_fits(directory: Path) -> bool:
+def cpu_attn_suffix(config: Config, index: int) -> str:
+    """What tells one service of attention from the others, where there are several."""
+    return f"-{index}" if len(config.cpu_attn) > 1 else ""
+
+
+def socket_fits(config: Config, directory: Path) -> bool:
     """Whether sockets in this directory have a path that the kernel accepts."""
-    return len(os.fsencode(directory / "cpu_attn.sock")) <= _MAX_SOCKET_PATH_BYTES
+    last = f"cpu_attn{cpu_attn_suffix(config, len(config.cpu_attn) - 1)}.sock"
+    return len(os.fsencode(directory / last)) <= _MAX_SOCKET_PATH_BYTES
 
 
 def place(config: Config, socket_dir: Path) -> Config:
@@ -26,11 +32,17 @@ def place(config: Config, socket_dir: Path) -> Config:
 
     An inner address that the configuration names itself is kept. Raises AddressInUseError.
     """
-    gpu, cpu_attn = config.gpu, config.cpu_attn
+    gpu = config.gpu
     if "listen" not in gpu.model_fields_set:
         gpu = gpu.model_copy(update={"listen": f"unix:{socket_dir / 'gpu.sock'}"})
-    if "listen" not in cpu_attn.model_fields_set:
-        cpu_attn = cpu_attn.model_copy(update={"listen": f"unix:{socket_dir / 'cpu_attn.sock'}"})
+    cpu_attn = tuple(
+        service
+        if "listen" in service.model_fields_set
+        else service.model_copy(
+            update={"listen": f"unix:{socket_dir / f'cpu_attn{cpu_attn_suffix(config, index)}.sock'}"}
+        )
+        for index, service in enumerate(config.cpu_attn)
+    )
     planner = config.planner.model_copy(update={"listen": _bindable(config.planner.listen)})
     return config.model_copy(update={"planner": planner, "gpu": gpu, "cpu_attn": cpu_attn})
 
@@ -62,15 +74,23 @@ def _advice(error: OSError) -> str:
 
 def to_toml(config: Config) -> str:
     """The whole configuration, defaults included, as `svc_common.config.load` reads it."""
-    return "\n\n".join(_tables("", config.model_dump())) + "\n"
+    values = config.model_dump()
+    services = values.pop("cpu_attn")
+    header = "[cpu_attn]" if len(services) == 1 else "[[cpu_attn]]"
+    tables = _tables("", values) + ["\n".join([header, *_lines(service)]) for service in services]
+    return "\n\n".join(tables) + "\n"
 
 
 def _tables(path: str, values: dict[str, object]) -> list[str]:
     """A table and those inside it; names are of characters that need no quotes."""
-    lines = [f"{key} = {_toml_value(value)}" for key, value in values.items() if not isinstance(value, dict | NoneType)]
+    lines = _lines(values)
     inner = [(f"{path}.{key}" if path else key, value) for key, value in values.items() if isinstance(value, dict)]
     own = ["\n".join([f"[{path}]", *lines])] if path and (lines or not inner) else []
     return own + [table for inner_path, value in inner for table in _tables(inner_path, value)]
+
+
+def _lines(values: dict[str, object]) -> list[str]:
+    return [f"{key} = {_toml_value(value)}" for key, value in values.items() if not isinstance(value, dict | NoneType)]
 
 
 def _toml_value(value: object) -> str:

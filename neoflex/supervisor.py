@@ -1,4 +1,4 @@
-"""The three services as children of this process: started, watched, restarted, drained.
+"""The services as children of this process: started, watched, restarted, drained.
 
 with LocalStack(config, run_dir) as stack:
     stack.wait_ready(300)
@@ -20,12 +20,13 @@ from typing import Self
 
 from neoflex.client import Client
 from neoflex.logs import last_lines
-from neoflex.placement import AddressInUseError, place, socket_fits, to_toml
+from neoflex.placement import AddressInUseError, cpu_attn_suffix, place, socket_fits, to_toml
 from neoflex.processes import EventSink, RestartPolicy, ServiceCommand, SupervisedProcess
 from neoflex.types import ModelInfo, ServerInfo
 from svc_common.config import Config
 
 PLANNER = "planner_svc"
+_CPU_ATTN = "cpu_attn_svc"
 REQUESTS_END_S = 30.0
 """So long the planner lets running requests go on: its own DRAIN_GRACE_S, which no import reaches from here."""
 DRAIN_S = REQUESTS_END_S + 10.0
@@ -40,7 +41,9 @@ class StackError(Exception):
 
 
 class LocalStack:
-    """planner_svc, gpu_svc and, unless its kv_bytes is 0, cpu_attn_svc.
+    """planner_svc, gpu_svc and each cpu_attn_svc: none where the only one's kv_bytes is 0.
+
+    Of several the first is named cpu_attn_svc-0.
 
     `run_dir` is created with mode 0700 and holds config.toml, a log file per service and the inner sockets; one stack
     at a time may use it. The children die with this process, however it ends. Until the stack was ready once, a child
@@ -80,7 +83,7 @@ class LocalStack:
 
     @property
     def log_paths(self) -> dict[str, Path]:
-        return {name: self.run_dir / f"{name}.log" for name in self._service_names()}
+        return {name: self.run_dir / f"{name}.log" for name in self._services()}
 
     def start(self) -> None:
         """Starts all services. Raises StackError where the run directory or the planner's address can't be had."""
@@ -94,9 +97,10 @@ class LocalStack:
         with self._using_run_dir():
             config_path.write_text(to_toml(self.config))
         self._client = Client(self.address)
-        for name in self._service_names():
+        for name, (module, options) in self._services().items():
             # -P: what lies in the current directory is not ours to run.
-            argv = self._argv.get(name, (sys.executable, "-P", "-m", name, "--config", str(config_path)))
+            argv = (sys.executable, "-P", "-m", module, "--config", str(config_path), *options)
+            argv = self._argv.get(name, argv)
             command = ServiceCommand(name, argv, self.log_paths[name])
             self._children[name] = SupervisedProcess(command, self._policy, self._on_event)
         for process in self._children.values():
@@ -156,8 +160,17 @@ class LocalStack:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.stop()
 
-    def _service_names(self) -> tuple[str, ...]:
-        return ("cpu_attn_svc", "gpu_svc", PLANNER) if self.config.cpu_attn.kv_bytes else ("gpu_svc", PLANNER)
+    def _services(self) -> dict[str, tuple[str, tuple[str, ...]]]:
+        """By name what to run, and with which options."""
+        num_hosts = len(self.config.cpu_attn_services)
+        hosts = {
+            f"{_CPU_ATTN}{cpu_attn_suffix(self.config, index)}": (
+                _CPU_ATTN,
+                ("--index", str(index)) if num_hosts > 1 else (),
+            )
+            for index in range(num_hosts)
+        }
+        return {**hosts, "gpu_svc": ("gpu_svc", ()), PLANNER: (PLANNER, ())}
 
     def _tail(self, name: str) -> str:
         return "\n".join(f"{name} | {line}" for line in last_lines(self.log_paths[name], _SHOWN_LOG_LINES))
@@ -186,7 +199,7 @@ class LocalStack:
         self._lock_handle = handle
 
     def _sockets(self) -> Path:
-        if socket_fits(self.run_dir):
+        if socket_fits(self.config, self.run_dir):
             return self.run_dir
         self._socket_dir = Path(tempfile.mkdtemp(prefix="neoflex-"))
         return self._socket_dir

@@ -186,6 +186,20 @@ class ServiceClass:
 
 
 @dataclass(frozen=True, slots=True)
+class HostPool:
+    """KV in host memory beside one CPU attention service."""
+
+    num_blocks: int
+    """0 while the service is not attached."""
+    num_threads: int
+    min_threads: int
+    """Within these the planner changes them; 0 where it leaves their number alone."""
+    max_threads: int
+    error: str
+    """Why the service is not attached."""
+
+
+@dataclass(frozen=True, slots=True)
 class ServerInfo:
     version: str
     uptime_s: float
@@ -204,6 +218,8 @@ class ServerInfo:
     counters: Counters
     service_classes: tuple[ServiceClass, ...] = ()
     """By name."""
+    host_pools: tuple[HostPool, ...] = ()
+    """One for each CPU attention service, in the order of the configuration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,3 +242,5 @@ class Load:
     host_blocks_total: int
     classes: tuple[ClassLoad, ...] = ()
     """By name."""
+    host_pool_blocks_used: tuple[int, ...] = ()
+    """By pool."""

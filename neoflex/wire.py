@@ -15,6 +15,7 @@ from neoflex.types import (
     Finish,
     FinishReason,
     GenerateOptions,
+    HostPool,
     Load,
     Message,
     ModelInfo,
@@ -183,6 +184,10 @@ def server_info(response: pb.GetServerInfoResponse) -> ServerInfo:
         cpu_attention_max_threads=response.cpu_attention_max_threads,
         counters=Counters(**{item.name: getattr(response.counters, item.name) for item in fields(Counters)}),
         service_classes=tuple(_service_class(item) for item in response.service_classes),
+        host_pools=tuple(
+            HostPool(**{item.name: getattr(pool, item.name) for item in fields(HostPool)})
+            for pool in response.host_pools
+        ),
     )
 
 
@@ -205,4 +210,4 @@ def _service_class(message: pb.ServiceClass) -> ServiceClass:
 def load(response: pb.GetLoadResponse) -> Load:
     values = {item.name: getattr(response, item.name) for item in fields(Load)}
     classes = tuple(ClassLoad(item.name, item.waiting_requests, item.running_requests) for item in response.classes)
-    return Load(**values | {"classes": classes})
+    return Load(**values | {"classes": classes, "host_pool_blocks_used": tuple(response.host_pool_blocks_used)})

@@ -99,6 +99,8 @@ class Load:
     gpu_blocks: int = 0
     host_blocks_used: int = 0
     host_blocks: int = 0
+    pool_blocks_used: tuple[int, ...] = ()
+    """By host pool."""
     classes: tuple[ClassLoad, ...] = ()
     """By name."""
 

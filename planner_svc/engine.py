@@ -138,13 +138,13 @@ class Engine:
 
     # --- what ExecutorLoop asks
 
-    def open(self, capacity: Capacity, estimator: Estimator, epoch: int, lose_host: bool = False) -> None:
+    def open(self, capacity: Capacity, estimator: Estimator, epoch: int) -> None:
         """An epoch begins, with requests in hand or without; those that cannot go on in it fail."""
         if self._scheduler is None:
             self._scheduler = Scheduler(capacity, estimator, self._mode, self._max_waiting, epoch)
             lost: tuple[int, ...] = ()
         else:
-            lost = self._scheduler.reset(capacity, estimator, epoch, lose_host)
+            lost = self._scheduler.reset(capacity, estimator, epoch)
         self._capacity = capacity
         self._is_open = True
         self._is_suspended = False
@@ -186,9 +186,9 @@ class Engine:
         return plan
 
     @property
-    def num_on_host(self) -> int:
-        """Sequences with their KV there, by the latest plan."""
-        return self._scheduler.num_on_host if self._scheduler else 0
+    def num_by_pool(self) -> tuple[int, ...]:
+        """Sequences with their KV in each host pool, by the latest plan."""
+        return self._scheduler.num_by_pool if self._scheduler else ()
 
     def apply(self, result: IterationResult) -> tuple[TokenEvent, ...]:
         """Advances the sequences; the tokens are still to be delivered. The result is no failure."""
@@ -246,6 +246,7 @@ class Engine:
             gpu_blocks=capacity.gpu_blocks,
             host_blocks_used=scheduler.host_blocks_used,
             host_blocks=capacity.host_blocks,
+            pool_blocks_used=scheduler.pool_blocks_used,
             classes=self.classes.loads(scheduler.num_waiting_of),
         )
 

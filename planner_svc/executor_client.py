@@ -1,7 +1,7 @@
-"""The planner's end of the two inner services: epochs, plans and results with gpu_svc, a look at cpu_attn_svc."""
+"""The planner's end of the inner services: epochs, plans and results with gpu_svc, a look at each cpu_attn_svc."""
 
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import grpc
 
@@ -43,6 +43,19 @@ class EpochLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class HostPool:
+    """The pool of one CPU attention service."""
+
+    num_blocks: int
+    """0 where the service is not attached."""
+    num_threads: int
+    error: str
+    """Why it is not attached."""
+    thread_limits: tuple[int, int] | None = None
+    """Fewest and most threads that the planner sets; None where it leaves their number alone."""
+
+
+@dataclass(frozen=True, slots=True)
 class Placement:
     """What an epoch has to work with."""
 
@@ -55,12 +68,21 @@ class Placement:
     host_kv_dtype: str
     host_block_bytes: int
     gpu_blocks: int
-    host_blocks: int
-    """0 where no CPU attention service is attached."""
-    cpu_attention_error: str
-    cpu_attention_threads: int
-    cpu_attention_limits: tuple[int, int] | None = None
-    """Fewest and most threads that the planner sets; None where it leaves their number alone."""
+    pools: tuple[HostPool, ...]
+    """One for each CPU attention service that is configured, in that order."""
+
+    @property
+    def errors(self) -> str:
+        """Why services are not attached."""
+        return "; ".join(pool.error for pool in self.pools if pool.error)
+
+    def with_pool(self, number: int, **changes: object) -> "Placement":
+        """The same but for one pool."""
+        pools = [
+            replace(pool, **changes) if index == number else pool  # type: ignore[arg-type]  # fields of any type
+            for index, pool in enumerate(self.pools)
+        ]
+        return replace(self, pools=tuple(pools))
 
 
 class ExecutorClient:
@@ -103,9 +125,7 @@ class ExecutorClient:
             host_kv_dtype=opened.host_kv_dtype,
             host_block_bytes=opened.host_block_bytes,
             gpu_blocks=opened.gpu_blocks,
-            host_blocks=opened.host_blocks,
-            cpu_attention_error=opened.cpu_attention_error,
-            cpu_attention_threads=opened.cpu_attention_threads,
+            pools=tuple(HostPool(pool.num_blocks, pool.num_threads, pool.error) for pool in opened.host_pools),
         )
         return placement, wire.tables_from_message(opened.tables) if opened.HasField("tables") else None
 
@@ -156,9 +176,10 @@ class HostStatus:
 
 
 class HostClient:
-    """Looks at cpu_attn_svc: is it there, whose region does it hold; and sizes it. gpu_svc alone works with it."""
+    """Looks at one cpu_attn_svc: is it there, whose region does it hold; and sizes it. gpu_svc alone works with it."""
 
     def __init__(self, address: str) -> None:
+        self.address = address
         self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
         self._stub = cpu_attention_pb2_grpc.CpuAttentionServiceStub(  # type: ignore[no-untyped-call]
             self._channel

@@ -2,26 +2,24 @@
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
 
-from planner_svc.core_keeper import CoreKeeper
 from planner_svc.engine import Engine
 from planner_svc.estimator import OperationTables, TableEstimator
 from planner_svc.executor_client import (
     EpochLimits,
     ExecutorClient,
     ExecutorLostError,
-    HostClient,
     HostStatus,
     Placement,
     PlanStream,
 )
+from planner_svc.host_watch import PROBE_EVERY_S, HostWatch
 from planner_svc.scheduler import Capacity, TokenEvent
 from planner_svc.traces import Traces
 from svc_common.errors import unavailable
@@ -31,8 +29,6 @@ PLANS_AHEAD = 2
 """One runs, one waits."""
 _CONNECT_S = 10.0
 _RETRY_S = 1.0
-_PROBE_EVERY_S = 1.0
-_MAX_ATTACH_DELAY_S = 60.0
 
 logger = logging.getLogger(__name__)
 
@@ -40,33 +36,31 @@ logger = logging.getLogger(__name__)
 class EpochEnd(Enum):
     """Why an epoch is over though the executor is well."""
 
-    HOST_LOST = "the CPU attention service is lost"
-    HOST_BACK = "the CPU attention service can be attached again"
+    HOST_LOST = "a CPU attention service is lost"
+    HOST_BACK = "a CPU attention service can be attached again"
     FAILED = "an iteration failed"
 
 
 class ExecutorLoop:
-    """Owns the connections to gpu_svc and, to look at it and to size it, cpu_attn_svc."""
+    """Owns the connection to gpu_svc, and has an eye on each cpu_attn_svc."""
 
     def __init__(
         self,
         engine: Engine,
         executor: ExecutorClient,
-        host: HostClient | None,
+        watches: Sequence[HostWatch],
         limits: EpochLimits,
         block_tokens: int,
         make_estimator: Callable[[OperationTables], TableEstimator],
-        cores: CoreKeeper,
         traces: Traces,
     ) -> None:
-        """`host` is None where no CPU attention service is configured."""
+        """`watches`: one for each CPU attention service that is configured, by its pool."""
         self._engine = engine
         self._executor = executor
-        self._host = host
+        self._watches = tuple(watches)
         self._limits = limits
         self._block_tokens = block_tokens
         self._make_estimator = make_estimator
-        self._cores = cores
         self._traces = traces
         self._tables: OperationTables | None = None
         self._capacity: Capacity | None = None
@@ -74,20 +68,20 @@ class ExecutorLoop:
         self._epoch = time.time_ns()  # Later than any epoch of a planner before this one.
         self._driving = False
         self._requested_end: EpochEnd | None = None
-        self._attach_delay_s = _PROBE_EVERY_S
-        self._next_attach_s = 0.0
+        self._lost_pools: set[int] = set()
+        """By what their services say or do not say, in this epoch."""
         self.placement: Placement | None = None
         """Of the latest epoch; None before the first."""
 
     async def run(self) -> None:
         """Never returns; to be cancelled."""
-        watcher = asyncio.create_task(self._watch_host(self._host)) if self._host else None
+        watchers = [asyncio.create_task(self._watch_host(pool)) for pool in range(len(self._watches))]
         try:
             while True:
                 await self._serve_until_lost()
                 await asyncio.sleep(_RETRY_S)
         finally:
-            if watcher:
+            for watcher in watchers:
                 watcher.cancel()
 
     async def _serve_until_lost(self) -> None:
@@ -105,9 +99,10 @@ class ExecutorLoop:
             self._engine.abandon(unavailable("ENGINE_FAILED", "the engine failed and is restarting", _RETRY_S))
 
     async def _connect(self) -> None:
-        """Waits for gpu_svc; before the first epoch for cpu_attn_svc too, so that start-up order does not matter."""
-        if self._host and self.placement is None:
-            await self._until_host_answers(self._host)
+        """Waits for gpu_svc; before the first epoch for all others too, so that start-up order does not matter."""
+        if self.placement is None:
+            for watch in self._watches:
+                await watch.until_it_answers()
         while True:
             try:
                 # Later than what another planner with a faster clock may have opened.
@@ -121,18 +116,22 @@ class ExecutorLoop:
         """Opens the next epoch and hands it to the engine. Raises ExecutorLostError."""
         self._epoch += 1
         placement, tables = await self._executor.open_epoch(self._epoch, self._limits, profile)
-        self._note_attachment(placement)
-        if placement.host_blocks == 0 and self._host and self.placement is None:
-            raise ExecutorLostError(f"no CPU attention at the first start: {placement.cpu_attention_error}")
+        if len(placement.pools) != len(self._watches):
+            raise ExecutorLostError(f"it has {len(placement.pools)} host pools, configured are {len(self._watches)}")
+        for watch, pool in zip(self._watches, placement.pools, strict=True):
+            watch.note_attachment(pool.num_blocks > 0)
+        if self.placement is None and not all(pool.num_blocks for pool in placement.pools):
+            raise ExecutorLostError(f"not all CPU attention at the first start: {placement.errors}")
         if tables is not None:
             self._tables = tables
             self._estimator = self._make_estimator(tables)
-            self._cores.measured(self._estimator, placement.cpu_attention_threads)
+            for watch, pool in zip(self._watches, placement.pools, strict=True):
+                watch.cores.measured(self._estimator, pool.num_threads)
         if self._estimator is None:
             raise ExecutorLostError("the executor measured no tables")
         self._capacity = Capacity(
             gpu_blocks=placement.gpu_blocks,
-            host_blocks=placement.host_blocks,
+            host_pools=tuple(pool.num_blocks for pool in placement.pools),
             block_tokens=self._block_tokens,
             max_sequences=self._limits.max_sequences,
             max_batch_tokens=self._limits.max_batch_tokens,
@@ -141,20 +140,21 @@ class ExecutorLoop:
         )
         self.placement = placement
         logger.info(
-            "epoch %d: %s, %s, KV %s, on the host %s, %d GPU blocks, %d host blocks of %d tokens, "
-            "%d CPU attention threads%s",
+            "epoch %d: %s, %s, KV %s, on the host %s, %d GPU blocks, %s host blocks of %d tokens, "
+            "%s CPU attention threads%s",
             self._epoch,
             placement.device,
             placement.compute_dtype,
             placement.kv_dtype,
             placement.host_kv_dtype,
             placement.gpu_blocks,
-            placement.host_blocks,
+            " + ".join(str(pool.num_blocks) for pool in placement.pools) or 0,
             self._block_tokens,
-            placement.cpu_attention_threads,
-            f"; {placement.cpu_attention_error}" if placement.cpu_attention_error else "",
+            " + ".join(str(pool.num_threads) for pool in placement.pools) or 0,
+            f"; {placement.errors}" if placement.errors else "",
         )
-        self._cores.begin_epoch()
+        for watch in self._watches:
+            watch.cores.begin_epoch()
         self._engine.open(self._capacity, self._estimator, self._epoch)
 
     async def _next_epoch(self, end: EpochEnd) -> None:
@@ -163,21 +163,29 @@ class ExecutorLoop:
         if end is EpochEnd.FAILED:
             self._engine.fail_all(unavailable("EXECUTION_FAILED", "the executor failed at an iteration", _RETRY_S))
         if end is EpochEnd.HOST_LOST:
-            self._lose_host()
+            await self._lose_hosts()
         self._engine.suspend()
         # Tables measured without the host say nothing about attention there.
         assert self._tables is not None
         await self._open(profile=end is EpochEnd.HOST_BACK and not self._tables.cpu_decode)
 
-    def _lose_host(self) -> None:
-        """Tells callers at once, before the executor has given up on the service and opened the next epoch."""
+    async def _lose_hosts(self) -> None:
+        """Tells callers who fit nowhere else, before the executor has given up on a service and opened the next epoch.
+
+        Where the executor was the first to notice it did not say which: that is asked for here.
+        """
         assert self._capacity is not None
         assert self._estimator is not None
         assert self.placement is not None
-        self.placement = replace(self.placement, host_blocks=0, cpu_attention_threads=0)
-        self._capacity = replace(self._capacity, host_blocks=0)
+        lost = set(self._lost_pools)
+        if not lost:
+            answers = await asyncio.gather(*(watch.is_lost() for watch in self._watches))
+            lost = {pool for pool, is_lost in enumerate(answers) if is_lost}
+        for pool in lost:
+            self.placement = self.placement.with_pool(pool, num_blocks=0, num_threads=0, error="lost")
+        self._capacity = replace(self._capacity, host_pools=tuple(pool.num_blocks for pool in self.placement.pools))
         self._epoch += 1
-        self._engine.open(self._capacity, self._estimator, self._epoch, lose_host=True)
+        self._engine.open(self._capacity, self._estimator, self._epoch)
 
     async def _drive(self) -> EpochEnd:
         """Feeds plans and takes results until the epoch is over. Raises ExecutorLostError."""
@@ -185,6 +193,7 @@ class ExecutorLoop:
         results: deque[IterationResult | Exception] = deque()
         reader = asyncio.create_task(self._read(stream, results))
         self._requested_end = None
+        self._lost_pools.clear()
         self._driving = True
         try:
             return await self._exchange(stream, results)
@@ -211,12 +220,14 @@ class ExecutorLoop:
                 else:
                     plan = in_flight.popleft()
                     tokens += self._engine.apply(result)
-                    self._cores.observe(result)
+                    for watch in self._watches:
+                        watch.cores.observe(result)
                     if result.trace is not None:
                         self._traces.publish(replace(result.trace, predicted_ns=round(plan.predicted_s * 1e9)))
             # Plan first: the executor must not wait while text is made of tokens.
             while end is None and len(in_flight) < PLANS_AHEAD and (next_plan := self._engine.plan()):
-                self._cores.planned(next_plan, self._engine.num_on_host)
+                for watch, num_in_pool in zip(self._watches, self._engine.num_by_pool, strict=True):
+                    watch.cores.planned(next_plan, num_in_pool)
                 await stream.send(replace(next_plan, trace=True) if self._traces.are_wanted else next_plan)
                 in_flight.append(next_plan)
             self._engine.deliver(tokens)
@@ -239,55 +250,38 @@ class ExecutorLoop:
         logger.error("iteration %d failed: %s: %s", result.iteration, result.error.value, result.error_message)
         return EpochEnd.HOST_LOST if result.error is ExecutionError.CPU_ATTENTION_LOST else EpochEnd.FAILED
 
-    # --- the CPU attention service
+    # --- the CPU attention services
 
-    async def _watch_host(self, host: HostClient) -> None:
+    async def _watch_host(self, pool: int) -> None:
         """Each second: has an attached service gone or restarted, has one that was missed come back?"""
+        watch = self._watches[pool]
         while True:
-            await asyncio.sleep(_PROBE_EVERY_S)
+            await asyncio.sleep(PROBE_EVERY_S)
             epoch = self._epoch
             with contextlib.suppress(TimeoutError):
-                status = await host.status()
+                status = await watch.status()
                 if self._driving and self._epoch == epoch:
-                    self._compare(status)
+                    self._compare(pool, status)
                     if status and status.region_epoch == epoch:
-                        await self._cores.adjust(host)
+                        await watch.adjust_threads()
 
-    def _compare(self, status: HostStatus | None) -> None:
+    def _compare(self, pool: int, status: HostStatus | None) -> None:
         """`status` is None where nobody answers."""
         assert self._capacity is not None
         assert self.placement is not None
-        if self._capacity.host_blocks > 0:
+        watch = self._watches[pool]
+        if self._capacity.host_pools[pool] > 0:
             if status is None or status.region_epoch != self._epoch:
+                self._lost_pools.add(pool)
                 self._request_end(EpochEnd.HOST_LOST)
             else:
-                self._cores.note(status)
-                self.placement = replace(
-                    self.placement,
-                    cpu_attention_threads=status.num_threads,
-                    cpu_attention_limits=self._cores.limits,
+                watch.cores.note(status)
+                self.placement = self.placement.with_pool(
+                    pool, num_threads=status.num_threads, thread_limits=watch.cores.limits
                 )
-        elif status is not None and time.monotonic() >= self._next_attach_s:
+        elif status is not None and watch.may_be_attached and self._requested_end is None:
             self._request_end(EpochEnd.HOST_BACK)
 
     def _request_end(self, end: EpochEnd) -> None:
         self._requested_end = end
         self._engine.wake.set()
-
-    def _note_attachment(self, placement: Placement) -> None:
-        """Each failure to attach a service that answers doubles the time to the next try: a try stops all work."""
-        if placement.host_blocks > 0:
-            self._attach_delay_s = _PROBE_EVERY_S
-        else:
-            self._next_attach_s = time.monotonic() + self._attach_delay_s
-            self._attach_delay_s = min(2 * self._attach_delay_s, _MAX_ATTACH_DELAY_S)
-
-    @staticmethod
-    async def _until_host_answers(host: HostClient) -> None:
-        for attempt in itertools.count():
-            with contextlib.suppress(TimeoutError):
-                if await host.status() is not None:
-                    return
-            if attempt % 10 == 9:
-                logger.info("waiting for the CPU attention service")
-            await asyncio.sleep(_RETRY_S)

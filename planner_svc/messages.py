@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from neoflex.v1 import inference_pb2 as pb
 from planner_svc.classes import ServiceClasses
 from planner_svc.counters import ClassCounters, Counters, Load
+from planner_svc.executor_client import Placement
 from planner_svc.generation import Delta, EndReason, Finished, Position
 from planner_svc.scheduler import Counters as SchedulerCounters
 from planner_svc.scheduler import Targets
@@ -78,6 +79,20 @@ def counters_message(counters: Counters, scheduler: SchedulerCounters) -> pb.Ser
     )
 
 
+def pool_messages(placement: Placement) -> list[pb.HostPoolInfo]:
+    """In the order of the configuration."""
+    return [
+        pb.HostPoolInfo(
+            num_blocks=pool.num_blocks,
+            num_threads=pool.num_threads,
+            min_threads=(pool.thread_limits or (0, 0))[0],
+            max_threads=(pool.thread_limits or (0, 0))[1],
+            error=pool.error,
+        )
+        for pool in placement.pools
+    ]
+
+
 def load_message(load: Load) -> pb.GetLoadResponse:
     return pb.GetLoadResponse(
         waiting_requests=load.num_waiting,
@@ -87,6 +102,7 @@ def load_message(load: Load) -> pb.GetLoadResponse:
         gpu_blocks_total=load.gpu_blocks,
         host_blocks_used=load.host_blocks_used,
         host_blocks_total=load.host_blocks,
+        host_pool_blocks_used=load.pool_blocks_used,
         classes=[
             pb.ClassLoad(name=item.name, waiting_requests=item.num_waiting, running_requests=item.num_running)
             for item in load.classes

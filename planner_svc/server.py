@@ -11,10 +11,11 @@ from planner_svc.engine import Engine
 from planner_svc.estimator import OperationTables, TableEstimator
 from planner_svc.executor_client import EpochLimits, ExecutorClient, HostClient
 from planner_svc.executor_loop import ExecutorLoop
+from planner_svc.host_watch import HostWatch
 from planner_svc.servicer import InferenceServicer, ServedModel
 from planner_svc.trace_servicer import TraceServicer
 from planner_svc.traces import Traces
-from svc_common.config import Config
+from svc_common.config import Config, CpuAttnConfig
 from svc_common.errors import unavailable
 from svc_common.grpc_server import GrpcServer
 
@@ -29,23 +30,23 @@ class PlannerServer:
     """Started once, stopped once. Ready when the executor is."""
 
     def __init__(self, config: Config, model: ServedModel) -> None:
-        expects_host = config.cpu_attn.kv_bytes > 0
-        planner = config.planner
+        planner, services = config.planner, config.cpu_attn_services
         classes = service_classes(planner)
-        self._engine = Engine(model.tokenizer, planner.mode, planner.max_waiting_requests, expects_host, classes)
+        self._engine = Engine(model.tokenizer, planner.mode, planner.max_waiting_requests, bool(services), classes)
         self._executor = ExecutorClient(config.gpu.listen)
-        self._host = HostClient(config.cpu_attn.listen) if expects_host else None
+        self._hosts = [HostClient(service.listen) for service in services]
         limits = EpochLimits(planner.max_running_sequences, planner.max_batch_tokens, model.limits.max_sequence_tokens)
 
         def make_estimator(tables: OperationTables) -> TableEstimator:
             return TableEstimator(tables, model.spec.num_layers)
 
-        host = config.cpu_attn
-        elastic = ThreadLimits(host.min_threads, host.max_threads or None) if host.elastic else None
-        cores = CoreKeeper(CoreController(elastic), self._engine.counters)
+        watches = [
+            HostWatch(host, CoreKeeper(CoreController(_thread_limits(service)), self._engine.counters, pool))
+            for pool, (host, service) in enumerate(zip(self._hosts, services, strict=True))
+        ]
         traces = Traces()
         self._loop = ExecutorLoop(
-            self._engine, self._executor, self._host, limits, model.block_tokens, make_estimator, cores, traces
+            self._engine, self._executor, watches, limits, model.block_tokens, make_estimator, traces
         )
         self._server = GrpcServer(planner.listen, [SERVICE_NAME, _TRACE_SERVICE_NAME])
         servicer = InferenceServicer(model, self._engine, classes, lambda: self._loop.placement)
@@ -75,8 +76,8 @@ class PlannerServer:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._executor.close()
-        if self._host:
-            await self._host.close()
+        for host in self._hosts:
+            await host.close()
 
     async def _publish_health(self) -> None:
         """Tells watchers whether a request would be served, and whether those in hand get ahead."""
@@ -87,3 +88,7 @@ class PlannerServer:
             with contextlib.suppress(TimeoutError):  # A stall is a matter of time alone.
                 async with asyncio.timeout(_HEALTH_EVERY_S):
                     await self._engine.changed.wait()
+
+
+def _thread_limits(service: CpuAttnConfig) -> ThreadLimits | None:
+    return ThreadLimits(service.min_threads, service.max_threads or None) if service.elastic else None

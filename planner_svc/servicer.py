@@ -123,10 +123,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             response.block_bytes = placement.block_bytes
             response.host_block_bytes = placement.host_block_bytes
             response.gpu_blocks = placement.gpu_blocks
-            response.host_blocks = placement.host_blocks
-            response.cpu_attention_threads = placement.cpu_attention_threads
-            least, most = placement.cpu_attention_limits or (0, 0)
-            response.cpu_attention_min_threads, response.cpu_attention_max_threads = least, most
+            response.host_pools.extend(messages.pool_messages(placement))
+            response.host_blocks = sum(pool.num_blocks for pool in response.host_pools)
+            response.cpu_attention_threads = sum(pool.num_threads for pool in response.host_pools)
+            response.cpu_attention_min_threads = sum(pool.min_threads for pool in response.host_pools)
+            response.cpu_attention_max_threads = sum(pool.max_threads for pool in response.host_pools)
         return response
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: Context) -> pb.GetLoadResponse:

@@ -11,6 +11,7 @@ from svc_common.plan import (
     IterationResult,
     Mode,
     NewSequence,
+    PoolWork,
     Sampling,
     SubBatch,
     Tier,
@@ -48,7 +49,6 @@ def plan_to_message(plan: IterationPlan) -> pb.IterationPlan:
         new_blocks=[pb.NewBlocks(sequence_id=new.sequence_id, blocks=new.blocks) for new in plan.new_blocks],
         sub_batches=[_sub_batch(batch) for batch in plan.sub_batches],
         cohort=_cohort(plan.cohort) if plan.cohort else None,
-        host_blocks_used=plan.host_blocks_used,
         trace=plan.trace,
     )
 
@@ -113,6 +113,7 @@ def result_from_message(message: pb.IterationResult) -> IterationResult:
         swapped_in_bytes=message.swapped_in_bytes,
         gpu_attended_tokens=message.gpu_attended_tokens,
         cpu_attended_tokens=message.cpu_attended_tokens,
+        pool_work=tuple(PoolWork(item.attention_ns, item.attended_tokens) for item in message.host_pool_work),
         error=_error(message.error),
         error_message=message.error_message,
         trace=trace_from_message(message.trace) if message.HasField("trace") else None,
@@ -138,6 +139,7 @@ def tables_from_message(message: pb.OperationTables) -> OperationTables:
         iteration_s=message.iteration_s,
         cpu_copy=_linear_points(message.cpu_copy),
         cpu_signal_s=message.cpu_signal_s,
+        cpu_pool_factors=tuple(message.cpu_pool_factors),
     )
 
 

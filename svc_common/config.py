@@ -6,7 +6,7 @@ Sizes accept units ("256MiB"). Unknown keys and values out of range are refused,
 import re
 import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Literal
@@ -168,12 +168,13 @@ class GpuConfig(Section):
 
 
 class CpuAttnConfig(Section):
-    """cpu_attn_svc: the host tier."""
+    """cpu_attn_svc: the host tier. [cpu_attn]; of several services, say one for each NUMA node, each has a table of its
+    own, [[cpu_attn]], and holds whole sequences."""
 
     listen: Address = "127.0.0.1:50053"
     """Address of the control gRPC service."""
     kv_bytes: Size = ByteSize(1024 * 2**20)
-    """Size of the host KV pool. 0 runs without the service."""
+    """Size of the service's pool of host KV. 0, of a single one, runs without the service."""
     num_threads: Annotated[int, Field(ge=1)] = 1
     """Threads at start; changes live by RPC."""
     elastic: bool = False
@@ -201,6 +202,11 @@ class CpuAttnConfig(Section):
         return self
 
 
+def _listed(value: object) -> object:
+    """One table stands for a list of one."""
+    return [value] if isinstance(value, dict) else value
+
+
 class Config(Section):
     """The whole file."""
 
@@ -208,17 +214,40 @@ class Config(Section):
     kv: KvConfig = KvConfig()
     planner: PlannerConfig = PlannerConfig()
     gpu: GpuConfig = GpuConfig()
-    cpu_attn: CpuAttnConfig = CpuAttnConfig()
+    cpu_attn: Annotated[tuple[CpuAttnConfig, ...], BeforeValidator(_listed), Field(min_length=1, max_length=16)] = (
+        CpuAttnConfig(),
+    )
+    """One for each service; a single table is a list of one."""
+
+    @property
+    def cpu_attn_services(self) -> tuple[CpuAttnConfig, ...]:
+        """Those that are to run: none where the only pool has no bytes."""
+        return tuple(service for service in self.cpu_attn if service.kv_bytes)
+
+    def cpu_attn_key(self, index: int) -> str:
+        """How messages name a service's table."""
+        return "cpu_attn" if len(self.cpu_attn) == 1 else f"cpu_attn[{index}]"
+
+    @model_validator(mode="after")
+    def _has_services_apart(self) -> "Config":
+        if len(self.cpu_attn) > 1:
+            for index, service in enumerate(self.cpu_attn):
+                if service.kv_bytes == 0:
+                    raise ValueError(f"cpu_attn[{index}].kv_bytes is 0: of several services each needs a pool")
+        listens = [service.listen if "listen" in service.model_fields_set else None for service in self.cpu_attn]
+        _check_apart(listens)
+        return self
 
     @model_validator(mode="after")
     def _has_somewhere_to_keep_kv(self) -> "Config":
-        if self.gpu.kv_bytes == 0 and self.cpu_attn.kv_bytes == 0:
+        has_pool = bool(self.cpu_attn_services)
+        if self.gpu.kv_bytes == 0 and not has_pool:
             raise ValueError("gpu.kv_bytes and cpu_attn.kv_bytes are both 0: there is no place for KV")
-        if self.planner.mode not in ("auto", "gpu_only") and self.cpu_attn.kv_bytes == 0:
+        if self.planner.mode not in ("auto", "gpu_only") and not has_pool:
             raise ValueError(f'planner.mode "{self.planner.mode}" needs cpu_attn.kv_bytes greater than 0')
-        if self.kv.host_dtype != "auto" and self.cpu_attn.kv_bytes == 0:
+        if self.kv.host_dtype != "auto" and not has_pool:
             raise ValueError(f'kv.host_dtype "{self.kv.host_dtype}" needs cpu_attn.kv_bytes greater than 0')
-        if self.cpu_attn.elastic and self.cpu_attn.kv_bytes == 0:
+        if self.cpu_attn[0].elastic and not has_pool:
             raise ValueError("cpu_attn.elastic needs cpu_attn.kv_bytes greater than 0")
         if self.planner.mode == "gpu_only" and self.gpu.kv_bytes == 0:
             raise ValueError('planner.mode "gpu_only" needs gpu.kv_bytes greater than 0')
@@ -233,15 +262,28 @@ class Config(Section):
         return self
 
 
+def _check_apart(listens: Sequence[str | None]) -> None:
+    """Raises ValueError where two services of attention listen at one address."""
+    for index, listen in enumerate(listens):
+        first = listens.index(listen)
+        if listen is not None and first < index:
+            raise ValueError(f"cpu_attn[{index}].listen is that of cpu_attn[{first}], {listen}: each needs its own")
+
+
 def load(path: Path) -> Config:
     """Reads a TOML file. Raises ConfigError naming each bad key."""
     try:
         with path.open("rb") as file:
-            return parse(tomllib.load(file), str(path))
+            config = parse(tomllib.load(file), str(path))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
     except ValueError as error:  # Bytes that are no UTF-8 included.
         raise ConfigError(f"{path}: not TOML: {error}") from error
+    try:
+        _check_apart([service.listen for service in config.cpu_attn])
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    return config
 
 
 def parse(values: dict[str, object], origin: str, typed: Mapping[str, str] = MappingProxyType({})) -> Config:
@@ -254,13 +296,24 @@ def parse(values: dict[str, object], origin: str, typed: Mapping[str, str] = Map
     except ValidationError as error:
         ours, theirs = [], []
         for item in error.errors():
-            key = ".".join(map(str, item["loc"]))
+            key = _key(item["loc"], has_several=_num_cpu_attn(values) > 1)
             if key in typed:
                 ours.append(f"{typed[key]}: {_complaint(item)}")
             else:
                 theirs.append(f"{key}: {_complaint(item)}" if key else _complaint(item))
         from_origin = [f"{origin}: {'; '.join(theirs)}"] if theirs else []
         raise ConfigError("; ".join(ours + from_origin)) from error
+
+
+def _num_cpu_attn(values: Mapping[str, object]) -> int:
+    services = values.get("cpu_attn")
+    return len(services) if isinstance(services, list) else 1
+
+
+def _key(place: tuple[int | str, ...], has_several: bool) -> str:
+    """As the user knows it: a single service is no list."""
+    key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")
+    return key if has_several else key.replace("cpu_attn[0]", "cpu_attn", 1)
 
 
 def _complaint(item: ErrorDetails) -> str:
@@ -284,8 +337,27 @@ def load_from_argv(service: str) -> Config:
     if len(sys.argv) != 3 or sys.argv[1] != "--config":
         print(f"usage: python -m {service} --config FILE.toml", file=sys.stderr)
         raise SystemExit(2)
+    return _load_or_exit(service, sys.argv[2])
+
+
+def load_cpu_attn_from_argv(service: str) -> tuple[CpuAttnConfig, str]:
+    """The table of the one that this process is, and how messages name it; exits as `load_from_argv`."""
+    arguments = sys.argv[1:]
+    has_index = len(arguments) == 4 and arguments[2] == "--index" and arguments[3].isdecimal()
+    if not arguments or arguments[0] != "--config" or not (len(arguments) == 2 or has_index):
+        print(f"usage: python -m {service} --config FILE.toml [--index NUMBER]", file=sys.stderr)
+        raise SystemExit(2)
+    config = _load_or_exit(service, arguments[1])
+    index = int(arguments[3]) if has_index else 0
+    if index >= len(config.cpu_attn):
+        print(f"{service}: --index must be from 0 to {len(config.cpu_attn) - 1}, is {index}", file=sys.stderr)
+        raise SystemExit(2)
+    return config.cpu_attn[index], config.cpu_attn_key(index)
+
+
+def _load_or_exit(service: str, path: str) -> Config:
     try:
-        return load(Path(sys.argv[2]))
+        return load(Path(path))
     except ConfigError as error:
         print(f"{service}: {error}", file=sys.stderr)
         raise SystemExit(2) from None

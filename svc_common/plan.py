@@ -119,10 +119,11 @@ class IterationPlan:
     new_blocks: tuple[NewBlocks, ...] = ()
     sub_batches: tuple[SubBatch, ...] = ()
     cohort: CohortStep | None = None
-    host_blocks_used: int = 0
     trace: bool = False
     predicted_s: float = 0.0
     """The estimator's word on how long it takes; stays with the planner."""
+    pool_decodes: tuple[int, ...] = ()
+    """Sequences attended in each host pool, where there are several; stays with the planner."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +142,15 @@ class Timings:
     swap_ns: int = 0
     head_ns: int = 0
     idle_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PoolWork:
+    """What the CPU attention service of one host pool did in an iteration."""
+
+    attention_ns: int = 0
+    attended_tokens: int = 0
+    """Those of a cohort when its step ends."""
 
 
 class ExecutionError(Enum):
@@ -165,6 +175,8 @@ class IterationResult:
     swapped_in_bytes: int = 0
     gpu_attended_tokens: int = 0
     cpu_attended_tokens: int = 0
+    pool_work: tuple[PoolWork, ...] = ()
+    """By host pool, where there are several."""
     error: ExecutionError | None = None
     error_message: str = ""
     trace: "IterationTrace | None" = None

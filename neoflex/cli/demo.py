@@ -49,7 +49,8 @@ def demo(
     check_prompt(prompt)
     with own_stack_config(mode, gpu_kv_bytes, host_kv_bytes) as (config, directory):
         measured = _serve_once(config, directory, prompt, concurrency, max_tokens)
-        _check_nothing_left(config.cpu_attn.segment_dir)
+        for service in config.cpu_attn:
+            _check_nothing_left(service.segment_dir)
     out.print(_table(measured, concurrency))
 
 

@@ -12,7 +12,7 @@ from neoflex.channel import DEFAULT_ADDRESS
 from neoflex.cli.arguments import ServerAddress
 from neoflex.cli.output import counter_rows, explain_device, out, size
 from neoflex.client import Client
-from neoflex.types import ClassLoad, Load, ModelInfo, ServerInfo
+from neoflex.types import ClassLoad, HostPool, Load, ModelInfo, ServerInfo
 
 
 def status(
@@ -46,6 +46,9 @@ def _table(address: str, model: ModelInfo, server: ServerInfo, load: Load) -> Ta
     on_host = _tier(load.host_blocks_used, load.host_blocks_total, server.host_block_bytes)
     table.add_row("KV on the GPU", f"{on_gpu} in {model.kv_dtype}")
     table.add_row("KV on the host", f"{on_host} in {model.host_kv_dtype}")
+    if len(server.host_pools) > 1:
+        for number, (pool, used) in enumerate(zip(server.host_pools, load.host_pool_blocks_used, strict=False)):
+            table.add_row(f"  pool {number}", _pool(pool, used, server.host_block_bytes))
     sizes = f"{size(server.block_bytes)} on the GPU, {size(server.host_block_bytes)} on the host"
     table.add_row("KV block", f"{server.block_tokens} tokens, {sizes}", end_section=True)
     table.add_row("requests running", str(load.running_requests))
@@ -88,6 +91,13 @@ def _threads(server: ServerInfo) -> str:
         return str(server.cpu_attention_threads)
     least, most = server.cpu_attention_min_threads, server.cpu_attention_max_threads
     return f"{server.cpu_attention_threads}, elastic from {least} to {most}"
+
+
+def _pool(pool: HostPool, used: int, block_bytes: int) -> str:
+    if pool.num_blocks == 0:
+        return f"not attached: {pool.error}"
+    threads = "1 thread" if pool.num_threads == 1 else f"{pool.num_threads} threads"
+    return f"{_tier(used, pool.num_blocks, block_bytes)}, {threads}"
 
 
 def _tier(used: int, total: int, block_bytes: int) -> str:

@@ -30,9 +30,11 @@ from svc_common.config import (
     Section,
     parse,
 )
+from svc_common.cores import usable_cores
 from svc_common.model.store import resolve
 
 _POLL_S = 0.1
+_NAME_CHARS = len("cpu_attn_svc")
 _COLOURS = {"planner_svc": "cyan", "gpu_svc": "green", "cpu_attn_svc": "yellow"}
 # By what name the user gave the value of a key.
 _TYPED = {
@@ -49,6 +51,7 @@ _TYPED = {
     ("cpu_attn", "num_threads"): "--cpu-threads",
     ("cpu_attn", "elastic"): "--elastic-cpu",
 }
+_MAX_SERVICES = 16
 
 
 def _default(section: type[Section], key: str) -> str:
@@ -78,6 +81,10 @@ _PORT = typer.Option(
     show_default=_default(PlannerConfig, "listen").rpartition(":")[2],
 )
 _SEQUENCE = typer.Option(help="Tokens of prompt and answer at most.", show_default="the model's context length")
+_SERVICES = typer.Option(
+    help="Services of attention on the CPU, say one for each NUMA node; they share out pool and threads.",
+    show_default="those of the TOML file, or 1",
+)
 _DTYPES = "auto, fp32, bf16, fp16"
 
 
@@ -89,7 +96,7 @@ def up(
     ] = None,
     gpu_kv_bytes: Annotated[str | None, _setting(GpuConfig, "kv_bytes", "GPU KV cache, as 64MiB; 0: none.")] = None,
     host_kv_bytes: Annotated[
-        str | None, _setting(CpuAttnConfig, "kv_bytes", "Host KV pool; 0 runs without cpu_attn_svc.")
+        str | None, _setting(CpuAttnConfig, "kv_bytes", "Host KV pools together; 0 runs without cpu_attn_svc.")
     ] = None,
     kv_dtype: Annotated[str | None, _setting(KvConfig, "dtype", f"Type of keys and values: {_DTYPES}.")] = None,
     host_kv_dtype: Annotated[
@@ -99,8 +106,9 @@ def up(
     dtype: Annotated[str | None, _setting(GpuConfig, "dtype", f"Type to compute in: {_DTYPES}.")] = None,
     port: Annotated[int | None, _PORT] = None,
     cpu_threads: Annotated[
-        int | None, _setting(CpuAttnConfig, "num_threads", "Threads of attention on the CPU.")
+        int | None, _setting(CpuAttnConfig, "num_threads", "Threads of attention on the CPU, together.")
     ] = None,
+    cpu_attn_services: Annotated[int | None, _SERVICES] = None,
     elastic_cpu: Annotated[
         bool | None, _setting(CpuAttnConfig, "elastic", "Let the planner change these threads by load.")
     ] = None,
@@ -133,7 +141,10 @@ def up(
         ("cpu_attn", "num_threads"): cpu_threads,
         ("cpu_attn", "elastic"): elastic_cpu,
     }
-    config = pin_model(effective_config(config_file, options))
+    config = effective_config(config_file, options)
+    if cpu_attn_services is not None:
+        config = divide_cpu_attn(config, cpu_attn_services)
+    config = pin_model(config)
     with run_directory(run_dir) as directory:
         stack = LocalStack(config, directory, on_event=lambda line: err.print(line, style="bold", markup=False))
         supervise(stack, quiet)
@@ -152,10 +163,49 @@ def effective_config(config_file: Path | None, options: dict[tuple[str, str], ob
     for (section, key), value in options.items():
         if value is not None:
             table = values.setdefault(section, {})
+            if section == "cpu_attn" and isinstance(table, list):
+                if len(table) > 1:
+                    raise ConfigError(f"{_TYPED[section, key]}: {config_file} has several [[cpu_attn]]; set it there")
+                table = table[0] if table else None
             if isinstance(table, dict):  # Else `parse` says what is wrong with it.
                 table[key] = value
     typed = {".".join(key): _TYPED[key] for key, value in options.items() if value is not None and key in _TYPED}
     return parse(values, str(config_file or "options"), typed)
+
+
+def divide_cpu_attn(config: Config, num_services: int) -> Config:
+    """The one service of attention as several that share out its pool and its threads. Raises ConfigError."""
+    option = "--cpu-attn-services"
+    if not 1 <= num_services <= _MAX_SERVICES:
+        raise ConfigError(f"{option} must be from 1 to {_MAX_SERVICES}, is {num_services}")
+    if num_services == len(config.cpu_attn):
+        return config
+    whole = config.cpu_attn[0]
+    if len(config.cpu_attn) > 1:
+        raise ConfigError(f"{option} is {num_services}, the file has {len(config.cpu_attn)} [[cpu_attn]]")
+    if "listen" in whole.model_fields_set:
+        raise ConfigError(f"{option} is {num_services}, cpu_attn.listen is the address of one")
+    if whole.kv_bytes < num_services:
+        raise ConfigError(f"{option} is {num_services}, cpu_attn.kv_bytes has nothing to share out: {whole.kv_bytes}")
+    values = [
+        whole.model_dump(exclude={"listen"})
+        | {
+            "kv_bytes": whole.kv_bytes // num_services,
+            "num_threads": _share(whole.num_threads, num_services, index),
+            "min_threads": _share(whole.min_threads, num_services, index),
+            "max_threads": _share(whole.max_threads or usable_cores(), num_services, index),
+        }
+        for index in range(num_services)
+    ]
+    for value in values:  # Where there are fewer cores than threads were asked for.
+        value["max_threads"] = max(value["max_threads"], value["num_threads"], value["min_threads"])
+    services = tuple(CpuAttnConfig.model_validate(value) for value in values)
+    return config.model_copy(update={"cpu_attn": services})
+
+
+def _share(total: int, num_shares: int, index: int) -> int:
+    """Of so many in all, for each at least one."""
+    return max(1, total // num_shares + (index < total % num_shares))
 
 
 def pin_model(config: Config) -> Config:
@@ -230,7 +280,10 @@ def supervise(stack: LocalStack, quiet: bool) -> None:
 def _print_logs(follower: LogFollower) -> None:
     for name, line in follower.new_lines():
         # In one piece: a spinner's redraw wipes out what has not yet come to the end of its line.
-        err.print(Text.assemble((f"{name:>12}", _COLOURS[name]), f" | {line}"), soft_wrap=True)
+        colour = _COLOURS[name.partition("-")[0]]
+        err.print(
+            Text.assemble((f"{name:>{max(_NAME_CHARS, follower.name_width)}}", colour), f" | {line}"), soft_wrap=True
+        )
 
 
 def _print_ready(stack: LocalStack, start_s: float) -> None:

@@ -6,9 +6,11 @@ from planner_svc.estimator.estimator import (
     NO_COHORT,
     CohortLoad,
     Estimator,
-    Question,
+    IterationLoad,
+    PoolLoads,
     SubBatchLoad,
     hidden_cohort_layers,
+    slowest_pool_s,
 )
 from planner_svc.estimator.hardware import HardwareSpec, ModelFigures
 from planner_svc.estimator.roofline import RooflineEstimator
@@ -26,15 +28,17 @@ __all__ = [
     "Estimator",
     "Factors",
     "HardwareSpec",
+    "IterationLoad",
     "LinearPoint",
     "ModelFigures",
     "OperationTables",
+    "PoolLoads",
     "PrefillPoint",
-    "Question",
     "RooflineEstimator",
     "SubBatchLoad",
     "TableEstimator",
     "Terms",
     "Timeline",
     "hidden_cohort_layers",
+    "slowest_pool_s",
 ]

@@ -1,12 +1,13 @@
 """Corrects predictions by what iterations really took: each part of the cost by itself, and then what remains."""
 
-from collections import deque
+from collections import defaultdict, deque
+from collections.abc import Sequence
 from statistics import median
 
-from planner_svc.estimator.estimator import Estimator, Question
+from planner_svc.estimator.estimator import Estimator, IterationLoad
 from planner_svc.estimator.fit import Fit
 from planner_svc.estimator.terms import Factors, Terms
-from svc_common.plan import Mode, Timings
+from svc_common.plan import Mode, PoolWork, Timings
 
 _WEIGHT = 0.1
 """Of the newest ratio in the moving average: about the last ten iterations count."""
@@ -26,31 +27,43 @@ class Calibration:
         self.estimator = estimator.calibrated(self._factors)
         """Predicts as `estimator`, each part corrected by what was observed so far."""
         self._gpu = Fit((1.0, 1.0, 1.0, 1.0, 1.0, 0.0))
-        self._cpu, self._head, self._swap = Fit((1.0,)), Fit((1.0,)), Fit((1.0,))
+        self._head, self._swap = Fit((1.0,)), Fit((1.0,))
+        self._cpus = defaultdict[int, Fit](lambda: Fit((1.0,)))
+        """By host pool."""
         self._remainders: dict[Mode, _Remainder] = {}
 
     def factor(self, mode: Mode) -> float:
         """Multiply a prediction of `estimator` by this: what its parts together still miss in this mode."""
         return self._remainders[mode].value if mode in self._remainders else 1.0
 
-    def observe(self, mode: Mode, question: Question, timings: Timings) -> None:
-        """`question`: what `iteration_s` was asked when this iteration was planned.
+    def observe(self, mode: Mode, load: IterationLoad, timings: Timings, pool_work: Sequence[PoolWork] = ()) -> None:
+        """`load`: what the iteration was planned to do. `pool_work`: of each host pool, where there are several.
 
         An iteration without a prediction or without a clock says nothing.
         """
         total_s = timings.total_ns / 1e9
         if total_s <= 0:
             return
-        self._fit(self.estimator.terms(*question), timings)
-        predicted_s = self.estimator.iteration_s(*question)
+        self._fit(self.estimator.terms(load), timings, pool_work)
+        predicted_s = self.estimator.iteration_s(load)
         if predicted_s > 0:
             self._remainders.setdefault(mode, _Remainder()).observe(total_s / predicted_s)
 
-    def _fit(self, terms: Terms, timings: Timings) -> None:
+    def _fit_cpus(self, terms: Terms, timings: Timings, pool_work: Sequence[PoolWork]) -> None:
+        factors = self._factors
+        if not terms.cpu_pools_s:
+            self._cpus[0].observe((terms.cpu_decode_s / factors.cpu_decode,), timings.cpu_attention_ns / 1e9)
+        for pool, (seconds, work) in enumerate(zip(terms.cpu_pools_s, pool_work, strict=False)):
+            self._cpus[pool].observe((seconds / factors.cpu_pool(pool),), work.attention_ns / 1e9)
+            if pool and seconds > 0:
+                factors.further_pools[pool] = self._cpus[pool].values[0]
+        factors.cpu_decode = self._cpus[0].values[0]
+
+    def _fit(self, terms: Terms, timings: Timings, pool_work: Sequence[PoolWork]) -> None:
         """`terms` are multiplied by the factors so far."""
         factors = self._factors
         head_s, swap_s = timings.head_ns / 1e9, timings.swap_ns / 1e9
-        self._cpu.observe((terms.cpu_decode_s / factors.cpu_decode,), timings.cpu_attention_ns / 1e9)
+        self._fit_cpus(terms, timings, pool_work)
         self._head.observe((terms.head_s / factors.head,), head_s)
         if swap_s > 0 and terms.swap_s > 0:
             self._swap.observe((terms.swap_s / factors.swap,), swap_s + terms.swap_hidden_s)
@@ -64,7 +77,7 @@ class Calibration:
             terms.overlap_s,
         )
         self._gpu.observe(gpu, timings.total_ns / 1e9 - known_s)
-        factors.cpu_decode, factors.head, factors.swap = (fit.values[0] for fit in (self._cpu, self._head, self._swap))
+        factors.head, factors.swap = self._head.values[0], self._swap.values[0]
         (
             factors.weights,
             factors.tokens,

@@ -1,9 +1,13 @@
 """What the scheduler may ask of any estimator, and the load it asks about."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, Self
 
 from planner_svc.estimator.terms import Factors, Terms
+
+PoolLoads = tuple[tuple[int, int], ...]
+"""(sequences, context tokens of them all) attended in each host pool, by its number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +27,8 @@ class SubBatchLoad:
     """Tokens before those chunks, whose K and V come back for their attention."""
     num_outputs: int = 0
     """Sequences that get a token: every decode and every prompt that ends here."""
+    cpu_pools: PoolLoads = ()
+    """The CPU decodes by host pool, where there are several."""
 
     @property
     def num_tokens(self) -> int:
@@ -46,13 +52,33 @@ class CohortLoad:
     """Of the step, in this iteration."""
     num_outputs: int = 0
     """Sequences that get a token: all where the step ends here, else none."""
+    cpu_pools: PoolLoads = ()
+    """All of them by host pool, where there are several."""
 
 
 EMPTY_LOAD = SubBatchLoad()
 NO_COHORT = CohortLoad()
 
-Question = tuple[SubBatchLoad, SubBatchLoad, int, int, CohortLoad]
-"""All arguments of `iteration_s`."""
+
+@dataclass(frozen=True, slots=True)
+class IterationLoad:
+    """All that an iteration does, as an estimator prices it.
+
+    Without a second sub-batch and CPU decodes this is the GPU-only batch. Beside a cohort there is no second one.
+    """
+
+    first: SubBatchLoad = EMPTY_LOAD
+    second: SubBatchLoad = EMPTY_LOAD
+    swap_out_bytes: int = 0
+    """Over all layers, to the host."""
+    swap_in_bytes: int = 0
+    """Over all layers, to the GPU."""
+    cohort: CohortLoad = NO_COHORT
+
+    @property
+    def num_outputs(self) -> int:
+        """Sequences that get a token."""
+        return self.first.num_outputs + self.second.num_outputs + self.cohort.num_outputs
 
 
 def hidden_cohort_layers(num_layers: int, layer_s: float, attention_s: float) -> float:
@@ -63,6 +89,29 @@ def hidden_cohort_layers(num_layers: int, layer_s: float, attention_s: float) ->
     """
     hidden_by_s = attention_s + layer_s / 2
     return num_layers if layer_s <= 0 or hidden_by_s <= 0 else num_layers * layer_s / hidden_by_s
+
+
+def slowest_pool_s(estimator: "Estimator", num_sequences: int, context_tokens: int, pools: PoolLoads) -> float:
+    """Attention on the CPU in one layer: the services of all pools attend at the same time."""
+    if not pools:
+        return estimator.cpu_decode_s(num_sequences, context_tokens)
+    return max([estimator.cpu_decode_s(*load, pool) for pool, load in enumerate(pools)])
+
+
+def pools_s(load: IterationLoad, num_layers: int, attention_s: Callable[[int, int, int], float]) -> tuple[float, ...]:
+    """Seconds that each pool's service attends in a whole iteration, one entry where there is but one.
+
+    `attention_s`: of one layer, by sequences, their context tokens and the pool.
+    """
+    totals: dict[int, float] = {0: 0.0}
+    for layers, num, context, pools in (
+        (num_layers, load.first.num_cpu_decodes, load.first.cpu_context_tokens, load.first.cpu_pools),
+        (num_layers, load.second.num_cpu_decodes, load.second.cpu_context_tokens, load.second.cpu_pools),
+        (load.cohort.num_layers, load.cohort.num_sequences, load.cohort.context_tokens, load.cohort.cpu_pools),
+    ):
+        for pool, one in enumerate(pools or ((num, context),)):
+            totals[pool] = totals.get(pool, 0.0) + layers * attention_s(*one, pool)
+    return tuple(totals.values())
 
 
 class Estimator(Protocol):
@@ -85,36 +134,19 @@ class Estimator(Protocol):
         """Attention of decodes on the GPU; `context_tokens` of all sequences together."""
         ...
 
-    def cpu_decode_s(self, num_sequences: int, context_tokens: int) -> float:
-        """Attention of decodes on the CPU, from submit to wait."""
+    def cpu_decode_s(self, num_sequences: int, context_tokens: int, pool: int = 0) -> float:
+        """Attention of decodes by the service of one host pool, from submit to wait."""
         ...
 
     def head_s(self, num_outputs: int) -> float:
         """Output head and sampling, per iteration."""
         ...
 
-    def iteration_s(
-        self,
-        first: SubBatchLoad,
-        second: SubBatchLoad = EMPTY_LOAD,
-        swap_out_bytes: int = 0,
-        swap_in_bytes: int = 0,
-        cohort: CohortLoad = NO_COHORT,
-    ) -> float:
-        """A whole iteration. Without a second sub-batch and CPU decodes this is the GPU-only batch.
-
-        Beside a cohort there is no second one. Swaps are bytes over all layers, out to the host and in to the GPU.
-        """
+    def iteration_s(self, load: IterationLoad) -> float:
+        """A whole iteration."""
         ...
 
-    def terms(
-        self,
-        first: SubBatchLoad,
-        second: SubBatchLoad = EMPTY_LOAD,
-        swap_out_bytes: int = 0,
-        swap_in_bytes: int = 0,
-        cohort: CohortLoad = NO_COHORT,
-    ) -> Terms:
+    def terms(self, load: IterationLoad) -> Terms:
         """The parts of `iteration_s`, in seconds of the whole iteration."""
         ...
 

@@ -20,7 +20,7 @@ import copy
 from collections.abc import Iterable
 from typing import Self
 
-from planner_svc.estimator.estimator import EMPTY_LOAD, NO_COHORT, CohortLoad, SubBatchLoad
+from planner_svc.estimator.estimator import CohortLoad, IterationLoad, SubBatchLoad, pools_s, slowest_pool_s
 from planner_svc.estimator.hardware import HardwareSpec, ModelFigures
 from planner_svc.estimator.terms import Factors, Terms
 from planner_svc.estimator.timeline import Timeline
@@ -80,72 +80,59 @@ class RooflineEstimator:
         """Of one layer."""
         return self._factors.gpu_decode * self._gpu_context_token_s * context_tokens
 
-    def cpu_decode_s(self, num_sequences: int, context_tokens: int) -> float:
-        """Of one layer."""
+    def cpu_decode_s(self, num_sequences: int, context_tokens: int, pool: int = 0) -> float:
+        """Of one layer. The machine's figures are those of each pool."""
         if num_sequences == 0:
             return 0.0
-        return self._cpu_attention_s(num_sequences, context_tokens) + self._cpu_hop_s
+        return self._cpu_attention_s(num_sequences, context_tokens, pool) + self._cpu_hop_s
 
-    def _cpu_attention_s(self, num_sequences: int, context_tokens: int) -> float:
+    def _cpu_attention_s(self, num_sequences: int, context_tokens: int, pool: int = 0) -> float:
         """Without the way there and back."""
         attention_s = context_tokens * self._cpu_context_token_s + num_sequences * self._cpu_sequence_s
-        return self._factors.cpu_decode * attention_s
+        return self._factors.cpu_pool(pool) * attention_s
 
     def head_s(self, num_outputs: int) -> float:
         """Of one iteration. The weights are read whatever the number of outputs."""
         return self._factors.head * (self._head_floor_s + self._head_token_s * num_outputs)
 
-    def swap_s(self, num_bytes: int) -> float:
+    def swap_s(self, num_bytes: float) -> float:
         """Of all layers, one way."""
         return self._factors.swap * self._link_byte_s * num_bytes
 
-    def iteration_s(
-        self,
-        first: SubBatchLoad,
-        second: SubBatchLoad = EMPTY_LOAD,
-        swap_out_bytes: int = 0,
-        swap_in_bytes: int = 0,
-        cohort: CohortLoad = NO_COHORT,
-    ) -> float:
+    def iteration_s(self, load: IterationLoad) -> float:
         """Layers and head, and what of the swaps the layers don't hide; both ways of the link at once."""
-        layers_s = self._layers_s(first, second, cohort)
-        swap_out_bytes += self.kv_bytes_per_token * (first.host_prefill_tokens + second.host_prefill_tokens)
-        swap_in_bytes += self.kv_bytes_per_token * (first.host_past_tokens + second.host_past_tokens)
-        swap_s = self.swap_s(max(swap_out_bytes, swap_in_bytes))
-        num_items = first.num_items + second.num_items + cohort.num_outputs
-        return max(layers_s, swap_s) + self.head_s(num_items) + self._overhead_s()
+        layers_s = self._layers_s(load.first, load.second, load.cohort)
+        swap_s = self.swap_s(max(self._link_bytes(load)))
+        return max(layers_s, swap_s) + self.head_s(_num_items(load)) + self._overhead_s()
+
+    def _link_bytes(self, load: IterationLoad) -> tuple[float, float]:
+        """Out to the host and in to the GPU: swaps, and prompts whose KV lies on the host."""
+        first, second, token_bytes = load.first, load.second, self.kv_bytes_per_token
+        return (
+            load.swap_out_bytes + token_bytes * (first.host_prefill_tokens + second.host_prefill_tokens),
+            load.swap_in_bytes + token_bytes * (first.host_past_tokens + second.host_past_tokens),
+        )
 
     def _overhead_s(self) -> float:
         return self._factors.overhead * self._iteration_s
 
-    def terms(
-        self,
-        first: SubBatchLoad,
-        second: SubBatchLoad = EMPTY_LOAD,
-        swap_out_bytes: int = 0,
-        swap_in_bytes: int = 0,
-        cohort: CohortLoad = NO_COHORT,
-    ) -> Terms:
+    def terms(self, load: IterationLoad) -> Terms:
         """The same iteration by its parts; the GPU's work is not slowed by the CPU's."""
-        # (layers, tokens in each, sequences and context attended on the CPU in each)
-        passes = [
-            (self.num_layers, load.num_tokens, load.num_cpu_decodes, load.cpu_context_tokens)
-            for load in (first, second)
-        ]
-        passes.append((cohort.num_layers, cohort.num_sequences, cohort.num_sequences, cohort.context_tokens))
-        weights_s = tokens_s = cpu_s = 0.0
-        for num_layers, num_tokens, num_cpu, cpu_context in passes:
+        first, second, cohort = load.first, load.second, load.cohort
+        # (layers, tokens in each)
+        passes = [(self.num_layers, batch.num_tokens) for batch in (first, second)]
+        passes.append((cohort.num_layers, cohort.num_sequences))
+        weights_s = tokens_s = 0.0
+        for num_layers, num_tokens in passes:
             if num_tokens:
                 parts = self._linear_parts_s(num_tokens)
                 weights_s += num_layers * parts[0]
                 tokens_s += num_layers * parts[1]
-                cpu_s += num_layers * self._cpu_attention_s(num_cpu, cpu_context)
-        prefill_s = self.num_layers * sum(_prefills_s(self, load.prefill_chunks) for load in (first, second))
+        cpu_pools_s = pools_s(load, self.num_layers, self._cpu_attention_s)
+        prefill_s = self.num_layers * sum(_prefills_s(self, batch.prefill_chunks) for batch in (first, second))
         decode_s = self.num_layers * self.gpu_decode_s(first.num_gpu_decodes, first.gpu_context_tokens)
         layers_s = self._layers_s(first, second, cohort)
-        swap_out_bytes += self.kv_bytes_per_token * (first.host_prefill_tokens + second.host_prefill_tokens)
-        swap_in_bytes += self.kv_bytes_per_token * (first.host_past_tokens + second.host_past_tokens)
-        swap_s = self.swap_s(max(swap_out_bytes, swap_in_bytes))
+        swap_s = self.swap_s(max(self._link_bytes(load)))
         return Terms(
             weights_s=weights_s,
             tokens_s=tokens_s,
@@ -153,35 +140,28 @@ class RooflineEstimator:
             gpu_decode_s=decode_s,
             overhead_s=self._overhead_s(),
             cpu_wait_s=max(0.0, layers_s - weights_s - tokens_s - prefill_s - decode_s),
-            cpu_decode_s=cpu_s,
-            head_s=self.head_s(first.num_items + second.num_items + cohort.num_outputs),
+            cpu_decode_s=sum(cpu_pools_s),
+            cpu_pools_s=cpu_pools_s if len(cpu_pools_s) > 1 else (),
+            head_s=self.head_s(_num_items(load)),
             swap_s=swap_s,
             swap_hidden_s=layers_s,
         )
 
-    def timeline(
-        self,
-        first: SubBatchLoad,
-        second: SubBatchLoad = EMPTY_LOAD,
-        swap_out_bytes: int = 0,
-        swap_in_bytes: int = 0,
-        cohort: CohortLoad = NO_COHORT,
-    ) -> Timeline:
+    def timeline(self, load: IterationLoad) -> Timeline:
         """The same iteration as how long each processor and each way of the link works in it."""
-        total_s = self.iteration_s(first, second, swap_out_bytes, swap_in_bytes, cohort)
-        swap_out_bytes += self.kv_bytes_per_token * (first.host_prefill_tokens + second.host_prefill_tokens)
-        swap_in_bytes += self.kv_bytes_per_token * (first.host_past_tokens + second.host_past_tokens)
-        gpu_layer_s = sum(self.linear_s(load.num_tokens) + self._gpu_attention_s(load) for load in (first, second))
-        cpu_layer_s = sum(self._cpu_s(load) for load in (first, second))
+        batches, cohort = (load.first, load.second), load.cohort
+        link_out_bytes, link_in_bytes = self._link_bytes(load)
+        gpu_layer_s = sum(self.linear_s(batch.num_tokens) + self._gpu_attention_s(batch) for batch in batches)
+        cpu_layer_s = sum(self._cpu_s(batch) for batch in batches)
         cohort_linear_s = self.linear_s(cohort.num_sequences)
-        cohort_cpu_s = self.cpu_decode_s(cohort.num_sequences, cohort.context_tokens)
-        num_items = first.num_items + second.num_items + cohort.num_outputs
+        cohort_cpu_s = slowest_pool_s(self, cohort.num_sequences, cohort.context_tokens, cohort.cpu_pools)
+        head_s = self.head_s(_num_items(load))
         return Timeline(
-            total_s=total_s,
-            gpu_s=self.num_layers * gpu_layer_s + cohort.num_layers * cohort_linear_s + self.head_s(num_items),
+            total_s=self.iteration_s(load),
+            gpu_s=self.num_layers * gpu_layer_s + cohort.num_layers * cohort_linear_s + head_s,
             cpu_s=self.num_layers * cpu_layer_s + cohort.num_layers * cohort_cpu_s,
-            link_out_s=self.swap_s(swap_out_bytes),
-            link_in_s=self.swap_s(swap_in_bytes),
+            link_out_s=self.swap_s(link_out_bytes),
+            link_in_s=self.swap_s(link_in_bytes),
         )
 
     def _layers_s(self, first: SubBatchLoad, second: SubBatchLoad, cohort: CohortLoad) -> float:
@@ -203,7 +183,8 @@ class RooflineEstimator:
         if cohort.num_layers == 0:
             return batch_s
         linear_s = self.linear_s(cohort.num_sequences)
-        tau_s = self.cpu_decode_s(cohort.num_sequences, cohort.context_tokens) + linear_s + layer_s / 2
+        attention_s = slowest_pool_s(self, cohort.num_sequences, cohort.context_tokens, cohort.cpu_pools)
+        tau_s = attention_s + linear_s + layer_s / 2
         return max(batch_s + cohort.num_layers * linear_s, cohort.num_layers * tau_s)
 
     def _gpu_attention_s(self, load: SubBatchLoad) -> float:
@@ -211,7 +192,12 @@ class RooflineEstimator:
         return decode_s + _prefills_s(self, load.prefill_chunks)
 
     def _cpu_s(self, load: SubBatchLoad) -> float:
-        return self.cpu_decode_s(load.num_cpu_decodes, load.cpu_context_tokens)
+        return slowest_pool_s(self, load.num_cpu_decodes, load.cpu_context_tokens, load.cpu_pools)
+
+
+def _num_items(load: IterationLoad) -> int:
+    """Rows of the head."""
+    return load.first.num_items + load.second.num_items + load.cohort.num_outputs
 
 
 def _prefills_s(estimator: RooflineEstimator, chunks: Iterable[tuple[int, int]]) -> float:

@@ -1,10 +1,11 @@
 """Predicts from the tables that the executor measured at start-up."""
 
 import copy
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple, Self
 
-from planner_svc.estimator.estimator import EMPTY_LOAD, NO_COHORT, CohortLoad, SubBatchLoad
+from planner_svc.estimator.estimator import CohortLoad, IterationLoad, SubBatchLoad, pools_s, slowest_pool_s
 from planner_svc.estimator.interpolation import Curve, Surface
 from planner_svc.estimator.tables import DecodePoint, LinearPoint, OperationTables
 from planner_svc.estimator.terms import Factors, Terms
@@ -26,8 +27,9 @@ class TableEstimator:
 
     def __init__(self, tables: OperationTables, num_layers: int) -> None:
         self.num_layers = num_layers
-        self.cpu_scale = 1.0
-        """On attention on the CPU, where other threads compute than those that were measured."""
+        self.cpu_scales = defaultdict[int, float](lambda: 1.0)
+        """By host pool, on its attention, where other threads compute than those that were measured."""
+        self._pool_factors = dict(enumerate(tables.cpu_pool_factors))
         self._linear = _curve(tables.linear)
         self._weights_s = self._linear(1) if self._linear else 0.0
         self._prefill = (
@@ -43,8 +45,6 @@ class TableEstimator:
         self._s_per_swap_byte = 1 / tables.swap_bytes_per_s if tables.swap_bytes_per_s > 0 else 0.0
         self._overhead_s = max(0.0, tables.iteration_s)
         self._factors = Factors()
-        self._base = self
-        """What calibrated copies share `cpu_scale` with."""
 
     def calibrated(self, factors: Factors) -> Self:
         """A copy that reads `factors`."""
@@ -74,15 +74,18 @@ class TableEstimator:
         """Of one layer."""
         return self._factors.gpu_decode * _decode_s(self._gpu_decode, num_sequences, context_tokens)
 
-    def cpu_decode_s(self, num_sequences: int, context_tokens: int) -> float:
+    def cpu_decode_s(self, num_sequences: int, context_tokens: int, pool: int = 0) -> float:
         """Of one layer."""
         if num_sequences <= 0:
             return 0.0
-        return self._cpu_attention_s(num_sequences, context_tokens) + self._cpu_signal_s
+        return self._cpu_attention_s(num_sequences, context_tokens, pool) + self._cpu_signal_s
 
-    def _cpu_attention_s(self, num_sequences: int, context_tokens: int) -> float:
-        scale = self._factors.cpu_decode * self._base.cpu_scale
+    def _cpu_attention_s(self, num_sequences: int, context_tokens: int, pool: int = 0) -> float:
+        scale = self._factors.cpu_pool(pool) * self._pool_factors.get(pool, 1.0) * self.cpu_scales[pool]
         return scale * _decode_s(self._cpu_decode, num_sequences, context_tokens)
+
+    def _cpu_s(self, load: SubBatchLoad) -> float:
+        return slowest_pool_s(self, load.num_cpu_decodes, load.cpu_context_tokens, load.cpu_pools)
 
     def _cpu_copy_s(self, num_sequences: int) -> float:
         """Of one layer: q, k and v to the CPU and its answer back."""
@@ -96,21 +99,14 @@ class TableEstimator:
         """Of all layers."""
         return self._factors.swap * self._s_per_swap_byte * num_bytes
 
-    def iteration_s(
-        self,
-        first: SubBatchLoad,
-        second: SubBatchLoad = EMPTY_LOAD,
-        swap_out_bytes: int = 0,
-        swap_in_bytes: int = 0,
-        cohort: CohortLoad = NO_COHORT,
-    ) -> float:
+    def iteration_s(self, load: IterationLoad) -> float:
         """Layers, head, swaps, which the executor makes before the layers, and a constant."""
-        layers = self._layers(first, second, cohort)
+        layers = self._layers(load.first, load.second, load.cohort)
         return (
             layers.gpu_s
             + layers.cpu_wait_s
-            + self.head_s(first.num_outputs + second.num_outputs + cohort.num_outputs)
-            + self.swap_s(swap_out_bytes + swap_in_bytes)
+            + self.head_s(load.num_outputs)
+            + self.swap_s(load.swap_out_bytes + load.swap_in_bytes)
             + self._factors.overhead * self._overhead_s
         )
 
@@ -127,7 +123,7 @@ class TableEstimator:
         for load in (first, second):
             for chunk, past in load.prefill_chunks:
                 attention_s += self.prefill_s(chunk, past)
-        cpu0 = self.cpu_decode_s(first.num_cpu_decodes, first.cpu_context_tokens)
+        cpu0 = self._cpu_s(first)
         contention = self._factors.contention
         if second.num_tokens == 0:
             if cohort.num_layers:
@@ -137,7 +133,7 @@ class TableEstimator:
             wait_s = max(0.0, cpu0 - attention_s)
             return _Layers(num_layers * (linear0 + attention_s), num_layers * wait_s, num_layers * overlap_s)
         linear1 = self.linear_s(second.num_tokens) + self._cpu_copy_s(second.num_cpu_decodes)
-        cpu1 = self.cpu_decode_s(second.num_cpu_decodes, second.cpu_context_tokens)
+        cpu1 = self._cpu_s(second)
         gpu_s = linear0 + linear1 + attention_s
         overlap_s = min(gpu_s, cpu0 + cpu1)
         gpu_s += contention * overlap_s
@@ -150,7 +146,7 @@ class TableEstimator:
         See gpu_svc/pipeline.py: sum over the cohort's layers of linear + max{attention, their number * layer}.
         """
         linear_s = self.linear_s(cohort.num_sequences) + self._cpu_copy_s(cohort.num_sequences)
-        attention_s = self.cpu_decode_s(cohort.num_sequences, cohort.context_tokens)
+        attention_s = slowest_pool_s(self, cohort.num_sequences, cohort.context_tokens, cohort.cpu_pools)
         overlap_s = min(self.num_layers * layer_s, cohort.num_layers * attention_s)
         layer_s += self._factors.contention * overlap_s / self.num_layers
         num_beside, num_longer = divmod(self.num_layers, cohort.num_layers)
@@ -159,30 +155,21 @@ class TableEstimator:
         wait_s += num_shorter * max(0.0, attention_s - num_beside * layer_s)
         return _Layers(cohort.num_layers * linear_s + self.num_layers * layer_s, wait_s, overlap_s)
 
-    def terms(
-        self,
-        first: SubBatchLoad,
-        second: SubBatchLoad = EMPTY_LOAD,
-        swap_out_bytes: int = 0,
-        swap_in_bytes: int = 0,
-        cohort: CohortLoad = NO_COHORT,
-    ) -> Terms:
+    def terms(self, load: IterationLoad) -> Terms:
         """The same iteration by its parts."""
+        first, second, cohort = load.first, load.second, load.cohort
         layers = self._layers(first, second, cohort)
-        # (layers, tokens in each, sequences and context attended on the CPU in each)
-        passes = [
-            (self.num_layers, load.num_tokens, load.num_cpu_decodes, load.cpu_context_tokens)
-            for load in (first, second)
-        ]
-        passes.append((cohort.num_layers, cohort.num_sequences, cohort.num_sequences, cohort.context_tokens))
-        weights_s = tokens_s = copy_s = cpu_s = 0.0
-        for num_layers, num_tokens, num_cpu, cpu_context in passes:
+        # (layers, tokens in each, sequences attended on the CPU in each)
+        passes = [(self.num_layers, batch.num_tokens, batch.num_cpu_decodes) for batch in (first, second)]
+        passes.append((cohort.num_layers, cohort.num_sequences, cohort.num_sequences))
+        weights_s = tokens_s = copy_s = 0.0
+        for num_layers, num_tokens, num_cpu in passes:
             parts = self._linear_parts_s(num_tokens)
             weights_s += num_layers * parts[0]
             tokens_s += num_layers * parts[1]
             copy_s += num_layers * self._cpu_copy_s(num_cpu)
-            cpu_s += num_layers * self._cpu_attention_s(num_cpu, cpu_context)
-        prefill_s = sum(self.prefill_s(*chunk) for load in (first, second) for chunk in load.prefill_chunks)
+        cpu_pools_s = pools_s(load, self.num_layers, self._cpu_attention_s)
+        prefill_s = sum(self.prefill_s(*chunk) for batch in (first, second) for chunk in batch.prefill_chunks)
         return Terms(
             weights_s=weights_s,
             tokens_s=tokens_s,
@@ -191,27 +178,21 @@ class TableEstimator:
             overhead_s=copy_s + self._factors.overhead * self._overhead_s,
             overlap_s=layers.overlap_s,
             cpu_wait_s=layers.cpu_wait_s,
-            cpu_decode_s=cpu_s,
-            head_s=self.head_s(first.num_outputs + second.num_outputs + cohort.num_outputs),
-            swap_s=self.swap_s(swap_out_bytes + swap_in_bytes),
+            cpu_decode_s=sum(cpu_pools_s),
+            cpu_pools_s=cpu_pools_s if len(cpu_pools_s) > 1 else (),
+            head_s=self.head_s(load.num_outputs),
+            swap_s=self.swap_s(load.swap_out_bytes + load.swap_in_bytes),
         )
 
-    def timeline(
-        self,
-        first: SubBatchLoad,
-        second: SubBatchLoad = EMPTY_LOAD,
-        swap_out_bytes: int = 0,
-        swap_in_bytes: int = 0,
-        cohort: CohortLoad = NO_COHORT,
-    ) -> Timeline:
+    def timeline(self, load: IterationLoad) -> Timeline:
         """The same iteration as how long each processor and each way of the link works in it."""
-        terms = self.terms(first, second, swap_out_bytes, swap_in_bytes, cohort)
+        terms = self.terms(load)
         return Timeline(
-            total_s=self.iteration_s(first, second, swap_out_bytes, swap_in_bytes, cohort),
+            total_s=self.iteration_s(load),
             gpu_s=terms.weights_s + terms.tokens_s + terms.prefill_s + terms.gpu_decode_s + terms.head_s,
             cpu_s=terms.cpu_decode_s,
-            link_out_s=self.swap_s(swap_out_bytes),
-            link_in_s=self.swap_s(swap_in_bytes),
+            link_out_s=self.swap_s(load.swap_out_bytes),
+            link_in_s=self.swap_s(load.swap_in_bytes),
         )
 
 

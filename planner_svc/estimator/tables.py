@@ -36,7 +36,7 @@ class OperationTables:
     prefill: tuple[PrefillPoint, ...]
     gpu_decode: tuple[DecodePoint, ...]
     cpu_decode: tuple[DecodePoint, ...]
-    """As the CPU attention service measures it, without the way there and back."""
+    """As the first CPU attention service measures it, without the way there and back."""
     head: tuple[LinearPoint, ...]
     swap_bytes_per_s: float
     """0 where nothing can be swapped."""
@@ -46,3 +46,5 @@ class OperationTables:
     """By sequences: what a trip to the CPU and back costs the GPU's side, per layer."""
     cpu_signal_s: float = 0.0
     """Per layer, until each side has noticed the other's doorbell."""
+    cpu_pool_factors: tuple[float, ...] = ()
+    """What attention takes in each host pool, in multiples of `cpu_decode`; () where there is but one."""

@@ -1,6 +1,6 @@
 """The parts of an iteration's cost: what each is predicted to take, and by what online calibration multiplies it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
@@ -18,8 +18,15 @@ class Factors:
     contention: float = 0.0
     """By how much of the time in which both processors work the GPU's work gets longer."""
     cpu_decode: float = 1.0
+    """Of the first host pool."""
+    further_pools: dict[int, float] = field(default_factory=dict)
+    """Attention in the other host pools, by number."""
     head: float = 1.0
     swap: float = 1.0
+
+    def cpu_pool(self, pool: int) -> float:
+        """Of attention in one host pool; as in the first one while nothing is known."""
+        return self.further_pools.get(pool, self.cpu_decode)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +46,9 @@ class Terms:
     cpu_wait_s: float = 0.0
     """In which the GPU waits for the CPU."""
     cpu_decode_s: float = 0.0
-    """Attention on the CPU without the way there."""
+    """Attention on the CPU without the way there, of all pools together."""
+    cpu_pools_s: tuple[float, ...] = ()
+    """The same by host pool, where there are several."""
     head_s: float = 0.0
     swap_s: float = 0.0
     swap_hidden_s: float = 0.0

@@ -45,7 +45,7 @@ class LateError(AdmissionError):
 
 def largest_tier_tokens(capacity: Capacity, policy: ModePolicy) -> int:
     """Tokens of KV that a sequence may grow to. With attention on the GPU alone, the host can only park."""
-    blocks = capacity.gpu_blocks if policy == "gpu_only" else max(capacity.blocks(tier) for tier in Tier)
+    blocks = capacity.gpu_blocks if policy == "gpu_only" else max(map(capacity.most_blocks, Tier))
     return blocks * capacity.block_tokens
 
 

@@ -44,7 +44,15 @@ class Assembly:
         """What could run, how long it may take, and the prompts held back for want of the CPU's time."""
         capacity, residency = self._capacity, self._residency
         members = cohort.members if cohort.is_under_way else self._stepping(decodes.host)
-        work = Work(self._estimator, decodes.gpu, decodes.host, self._swap_bytes(), members, cohort.next_layer)
+        work = Work(
+            self._estimator,
+            decodes.gpu,
+            decodes.host,
+            self._swap_bytes(),
+            members,
+            cohort.next_layer,
+            num_pools=len(capacity.host_pools),
+        )
         longest_s = self._longest_s(work, decodes, start_s)
         # Prompts get what decodes leave, those on the CPU included, so that they never crowd them out.
         budget = capacity.max_batch_tokens - len(decodes.gpu) - len(decodes.host) - len(cohort.members)
@@ -114,4 +122,5 @@ class Assembly:
             prefill_per_decode=prefill_per_decode if len(self._queue) else 0.0,
             num_waiting=len(self._queue),
             admits_all=self._policy != "auto",
+            pool_shares=self._placement.pools.shares(),
         )

@@ -1,5 +1,6 @@
 """What one iteration computes, before a plan is made from it."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from planner_svc.scheduler.sequence import Sequence, State
@@ -16,6 +17,8 @@ class Chunk:
     total_tokens: int
     """Of the whole prompt, outputs to recompute included."""
     tier: Tier
+    pool: int = 0
+    """Where the tier is the host."""
 
     @property
     def is_admission(self) -> bool:
@@ -54,6 +57,14 @@ class Batch:
     def decodes(self) -> list[Sequence]:
         """That get a token here."""
         return [*self.gpu_decodes, *self.cpu_decodes[0], *self.cpu_decodes[1], *self._ended()]
+
+    def pool_decodes(self, num_pools: int) -> tuple[int, ...]:
+        """Sequences attended in each host pool; () where there is but one."""
+        if num_pools < 2:
+            return ()
+        cohort = self.cohort.sequences if self.cohort else ()
+        counts = Counter(item.pool for item in (*self.cpu_decodes[0], *self.cpu_decodes[1], *cohort))
+        return tuple(counts[pool] for pool in range(num_pools))
 
     @property
     def num_cpu_decodes(self) -> int:

@@ -1,14 +1,15 @@
-"""Which KV blocks of one tier are free. The planner owns this; workers obey the ids."""
+"""Which KV blocks of the GPU or of a host pool are free. The planner owns this; workers obey the ids."""
 
 from collections.abc import Iterable
 
 
 class BlockAllocator:
-    """Hands out the blocks 0 .. num_blocks - 1, the last freed first: its memory is the likeliest to be warm."""
+    """Hands out `num_blocks` from `first_block` on, the last freed first: its memory is the likeliest to be warm."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, first_block: int = 0) -> None:
         self.num_blocks = num_blocks
-        self._free = list(range(num_blocks - 1, -1, -1))
+        self._first_block = first_block
+        self._free = list(range(first_block + num_blocks - 1, first_block - 1, -1))
         self._is_free = bytearray(b"\x01" * num_blocks)
 
     @property
@@ -25,13 +26,13 @@ class BlockAllocator:
             raise ValueError(f"{count} blocks asked of {len(self._free)} free")
         blocks = [self._free.pop() for _ in range(count)]
         for block in blocks:
-            self._is_free[block] = 0
+            self._is_free[block - self._first_block] = 0
         return blocks
 
     def free(self, blocks: Iterable[int]) -> None:
         """Raises ValueError for a block that is free already."""
         for block in blocks:
-            if self._is_free[block]:
+            if self._is_free[block - self._first_block]:
                 raise ValueError(f"block {block} is free already")
-            self._is_free[block] = 1
+            self._is_free[block - self._first_block] = 1
             self._free.append(block)

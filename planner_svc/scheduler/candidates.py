@@ -9,9 +9,11 @@ from planner_svc.estimator import (
     NO_COHORT,
     CohortLoad,
     Estimator,
-    Question,
+    IterationLoad,
+    PoolLoads,
     SubBatchLoad,
     hidden_cohort_layers,
+    slowest_pool_s,
 )
 from planner_svc.scheduler.batch import Batch, Chunk, CohortPart
 from planner_svc.scheduler.sequence import Sequence
@@ -49,8 +51,12 @@ class Work:
         swap_bytes: tuple[int, int],
         cohort: list[Sequence] | None = None,
         cohort_start_layer: int = 0,
+        num_pools: int = 1,
     ) -> None:
-        """`swap_bytes`: out to the host and in to the GPU. `cohort`: who would step, or does already."""
+        """`swap_bytes`: out to the host and in to the GPU. `cohort`: who would step, or does already.
+
+        `num_pools`: of the host.
+        """
         self._estimator = estimator
         self.chunks: list[Chunk] = []
         self.gpu_decodes = gpu_decodes
@@ -63,6 +69,10 @@ class Work:
         self._gpu_context = sum([item.num_computed_tokens for item in gpu_decodes]) + len(gpu_decodes)
         self._gpu_decode_s = estimator.gpu_decode_s(len(gpu_decodes), self._gpu_context)
         self._cpu_contexts = [0, *accumulate([item.num_computed_tokens + 1 for item in cpu_decodes])]
+        self._cpu_sums = _PoolSums(cpu_decodes, num_pools)
+        self._cohort_pools: PoolLoads = ()
+        if self.cohort:
+            self._cohort_pools = _PoolSums(self.cohort, num_pools).between(0, len(self.cohort))
 
     def take(self, chunks: list[Chunk]) -> None:
         """Adds the prompts; decodes alone come first, since they set how long an iteration may be."""
@@ -76,11 +86,13 @@ class Work:
 
     def seconds(self, shape: Shape) -> float:
         """Predicted, before the mode's own factor."""
-        return self._estimator.iteration_s(*self.question(shape))
+        return self._estimator.iteration_s(self.load(shape))
 
-    def question(self, shape: Shape) -> Question:
-        """What an estimator is asked about it."""
-        return (*self.loads(shape), *self._swap_bytes, self._cohort_load(shape))
+    def load(self, shape: Shape) -> IterationLoad:
+        """As an estimator prices it."""
+        first, second = self.loads(shape)
+        swap_out_bytes, swap_in_bytes = self._swap_bytes
+        return IterationLoad(first, second, swap_out_bytes, swap_in_bytes, self._cohort_load(shape))
 
     def num_decodes(self, shape: Shape) -> float:
         """Tokens decoded; of a cohort that part of each which its layers make up."""
@@ -98,7 +110,7 @@ class Work:
         layer_s = estimator.linear_s(batch.num_tokens)
         layer_s += estimator.gpu_decode_s(batch.num_gpu_decodes, batch.gpu_context_tokens)
         layer_s += sum([estimator.prefill_s(*chunk) for chunk in batch.prefill_chunks])
-        attention_s = estimator.cpu_decode_s(len(self.cohort), self._cohort_context)
+        attention_s = slowest_pool_s(estimator, len(self.cohort), self._cohort_context, self._cohort_pools)
         return hidden_cohort_layers(estimator.num_layers, layer_s, attention_s)
 
     def cpu_excess_s(self, shape: Shape) -> float:
@@ -108,7 +120,9 @@ class Work:
         linear_s = [estimator.linear_s(load.num_tokens) for load in loads]
         prefill_s = sum(estimator.prefill_s(*chunk) for load in loads for chunk in load.prefill_chunks)
         decode_s = estimator.gpu_decode_s(loads[0].num_gpu_decodes, loads[0].gpu_context_tokens)
-        cpu_s = [estimator.cpu_decode_s(load.num_cpu_decodes, load.cpu_context_tokens) for load in loads]
+        cpu_s = [
+            slowest_pool_s(estimator, load.num_cpu_decodes, load.cpu_context_tokens, load.cpu_pools) for load in loads
+        ]
         if not shape.is_split:
             return cpu_s[0] - prefill_s - decode_s
         # As the executor's pipeline: all prefills run while the CPU attends for the second, see gpu_svc/pipeline.py.
@@ -117,16 +131,15 @@ class Work:
     def loads(self, shape: Shape) -> tuple[SubBatchLoad, SubBatchLoad]:
         """As the estimator takes them."""
         num_first_tokens, num_second = self._division(shape)
-        second_context = self._cpu_contexts[num_second]
         first = self._load(
             self._pieces(0, num_first_tokens),
             (len(self.gpu_decodes), self._gpu_context),
-            (shape.num_cpu_decodes - num_second, self._cpu_contexts[shape.num_cpu_decodes] - second_context),
+            (num_second, shape.num_cpu_decodes),
         )
         if not shape.is_split:
             return first, EMPTY_LOAD
         pieces = self._pieces(num_first_tokens, shape.num_prefill_tokens)
-        return first, self._load(pieces, (0, 0), (num_second, second_context))
+        return first, self._load(pieces, (0, 0), (0, num_second))
 
     def batch(self, shape: Shape) -> Batch:
         """The work itself."""
@@ -149,7 +162,7 @@ class Work:
         if num_layers == 0:
             return NO_COHORT
         num_outputs = num_sequences if num_layers == self.num_cohort_layers_left else 0
-        return CohortLoad(num_sequences, self._cohort_context, num_layers, num_outputs)
+        return CohortLoad(num_sequences, self._cohort_context, num_layers, num_outputs, self._cohort_pools)
 
     def _division(self, shape: Shape) -> tuple[int, int]:
         """(prefill tokens of the first sub-batch, CPU decodes of the second).
@@ -167,20 +180,21 @@ class Work:
         num_second_tokens = min(shape.num_prefill_tokens, max(0, num_tokens // 2 - num_second))
         return shape.num_prefill_tokens - num_second_tokens, num_second
 
-    @staticmethod
-    def _load(pieces: list[tuple[Chunk, int, int]], gpu: tuple[int, int], cpu: tuple[int, int]) -> SubBatchLoad:
-        """`gpu`, `cpu`: decodes and their context tokens."""
+    def _load(self, pieces: list[tuple[Chunk, int, int]], gpu: tuple[int, int], cpu: tuple[int, int]) -> SubBatchLoad:
+        """`gpu`: decodes and their context tokens; `cpu`: first of the CPU decodes, and the one after the last."""
+        start, end = cpu
         on_host = [(num_tokens, past) for chunk, num_tokens, past in pieces if chunk.tier is Tier.HOST]
         num_finished = sum([past + num_tokens == chunk.total_tokens for chunk, num_tokens, past in pieces])
         return SubBatchLoad(
             prefill_chunks=tuple([(num_tokens, past) for _, num_tokens, past in pieces]),
             num_gpu_decodes=gpu[0],
             gpu_context_tokens=gpu[1],
-            num_cpu_decodes=cpu[0],
-            cpu_context_tokens=cpu[1],
+            num_cpu_decodes=end - start,
+            cpu_context_tokens=self._cpu_contexts[end] - self._cpu_contexts[start],
             host_prefill_tokens=sum([num_tokens for num_tokens, _ in on_host]),
             host_past_tokens=sum([past for _, past in on_host]),
-            num_outputs=num_finished + gpu[0] + cpu[0],
+            num_outputs=num_finished + gpu[0] + end - start,
+            cpu_pools=self._cpu_sums.between(start, end),
         )
 
     def _cut(self, start: int, end: int) -> list[Chunk]:
@@ -201,3 +215,18 @@ class Work:
             start += num_tokens
             index += 1
         return pieces
+
+
+class _PoolSums:
+    """Sequences and their context tokens by host pool, of any stretch of a list; of nothing where there is one pool."""
+
+    def __init__(self, sequences: list[Sequence], num_pools: int) -> None:
+        self._sums: list[tuple[list[int], list[int]]] = []
+        for pool in range(num_pools) if num_pools > 1 else ():
+            counts = [item.pool == pool for item in sequences]
+            contexts = [item.num_computed_tokens + 1 if item.pool == pool else 0 for item in sequences]
+            self._sums.append(([0, *accumulate(counts)], [0, *accumulate(contexts)]))
+
+    def between(self, start: int, end: int) -> PoolLoads:
+        """Of those from `start` on, `end` excluded."""
+        return tuple([(counts[end] - counts[start], sums[end] - sums[start]) for counts, sums in self._sums])

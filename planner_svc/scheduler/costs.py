@@ -1,6 +1,6 @@
 """What prompts, and a sequence's blocks, cost at the executor's present pace; follows what results teach of it."""
 
-from planner_svc.estimator import EMPTY_LOAD, Calibration, Estimator, SubBatchLoad
+from planner_svc.estimator import Calibration, Estimator, IterationLoad, SubBatchLoad
 from planner_svc.scheduler.limits import Capacity
 from planner_svc.scheduler.search import last_fitting
 from planner_svc.scheduler.sequence import Sequence
@@ -38,15 +38,20 @@ class Costs:
         self.most_tokens = _most_tokens(estimator, self.knee_tokens, capacity.max_batch_tokens)
         """What an iteration prefills at most where nothing is due."""
         num_tokens = _RATE_KNEES * self.knee_tokens
-        seconds = estimator.iteration_s(SubBatchLoad(prefill_chunks=((num_tokens, 0),), num_outputs=1))
+        seconds = estimator.iteration_s(IterationLoad(SubBatchLoad(prefill_chunks=((num_tokens, 0),), num_outputs=1)))
         self.prefill_tokens_per_s = _RATE_SHARE * num_tokens / max(_SHORTEST_S, seconds * factor)
         """At which prompts can be computed."""
         num_bytes = _LINK_BLOCKS * capacity.block_bytes
-        fixed_s = estimator.iteration_s(EMPTY_LOAD)
-        out_s = estimator.iteration_s(EMPTY_LOAD, EMPTY_LOAD, num_bytes, 0) - fixed_s
-        in_s = estimator.iteration_s(EMPTY_LOAD, EMPTY_LOAD, 0, num_bytes) - fixed_s
+        fixed_s = estimator.iteration_s(IterationLoad())
+        out_s = estimator.iteration_s(IterationLoad(swap_out_bytes=num_bytes)) - fixed_s
+        in_s = estimator.iteration_s(IterationLoad(swap_in_bytes=num_bytes)) - fixed_s
         self.swap_block_s = (out_s + in_s) / _LINK_BLOCKS
         """Of the link, for a block, to the host and back."""
+
+    @property
+    def estimator(self) -> Estimator:
+        """Corrected by what was observed so far."""
+        return self._calibration.estimator
 
     def recompute_s(self, sequence: Sequence) -> float:
         """Seconds of the executor, for what of the sequence has been computed."""
@@ -60,7 +65,8 @@ def _knee_tokens(estimator: Estimator, highest: int) -> int:
 
 def _most_tokens(estimator: Estimator, knee_tokens: int, highest: int) -> int:
     num_layers = estimator.num_layers
-    fixed_s = estimator.iteration_s(SubBatchLoad(((1, 0),), num_outputs=1)) - num_layers * estimator.linear_s(1)
+    one = IterationLoad(SubBatchLoad(((1, 0),), num_outputs=1))
+    fixed_s = estimator.iteration_s(one) - num_layers * estimator.linear_s(1)
     limit_s = fixed_s / _FIXED_SHARE
     most = last_fitting(1, highest, lambda num: num_layers * estimator.linear_s(num) <= limit_s)
     return max(_BATCH_TOKENS, _BATCH_KNEES * knee_tokens, most)

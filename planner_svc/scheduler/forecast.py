@@ -11,7 +11,7 @@ each request that was let in and came too late, and falls with each that came in
 from collections import deque
 from collections.abc import Iterable
 
-from planner_svc.estimator import Calibration, SubBatchLoad
+from planner_svc.estimator import Calibration, IterationLoad, SubBatchLoad
 from planner_svc.scheduler.admission import AdmissionReason, LateError
 from planner_svc.scheduler.costs import Costs
 from planner_svc.scheduler.limits import Capacity
@@ -151,7 +151,7 @@ class Forecast:
         num_decodes = self._residency.num_on(Tier.GPU) + 1
         context = self._residency.used(Tier.GPU) * self._capacity.block_tokens
         load = SubBatchLoad(num_gpu_decodes=num_decodes, gpu_context_tokens=context, num_outputs=num_decodes)
-        return self._calibration.estimator.iteration_s(load) * self._calibration.factor(Mode.GPU_ONLY)
+        return self._calibration.estimator.iteration_s(IterationLoad(load)) * self._calibration.factor(Mode.GPU_ONLY)
 
     def _first_token_s(self, request: SequenceRequest, now: float, decode_share: float) -> float:
         num_begun = self._residency.num_tokens_to_prefill

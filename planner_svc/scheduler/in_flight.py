@@ -3,7 +3,7 @@
 from collections import deque
 from dataclasses import dataclass
 
-from planner_svc.estimator import Question
+from planner_svc.estimator import IterationLoad
 from svc_common.plan import IterationResult, Mode
 
 _MOST = 2
@@ -18,7 +18,7 @@ class Planned:
     mode: Mode
     computes: bool
     """False: it only releases or moves."""
-    question: Question
+    load: IterationLoad
     """What the estimator was asked."""
     expected: tuple[int, ...]
     """Sequences that get a token, in the result's order."""

@@ -14,7 +14,8 @@ class Capacity:
     """Limits of one epoch, from OpenEpoch of the executor."""
 
     gpu_blocks: int
-    host_blocks: int
+    host_pools: tuple[int, ...]
+    """Blocks of each host pool, by its number; 0 where its service is not attached. A sequence lies in one of them."""
     block_tokens: int
     max_sequences: int
     """That hold blocks at a time."""
@@ -25,9 +26,14 @@ class Capacity:
     block_bytes: int
     """Of one block over all layers on the host: what moves when it is swapped."""
 
-    def blocks(self, tier: Tier) -> int:
-        """Blocks of a tier, used or not."""
-        return self.gpu_blocks if tier is Tier.GPU else self.host_blocks
+    @property
+    def host_blocks(self) -> int:
+        """Of all pools."""
+        return sum(self.host_pools)
+
+    def most_blocks(self, tier: Tier) -> int:
+        """That one sequence can have in a tier."""
+        return self.gpu_blocks if tier is Tier.GPU else max(self.host_pools, default=0)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold the KV of so many tokens."""

@@ -4,8 +4,18 @@ Admission by memory alone lets the CPU fall behind until nobody's tokens come in
 """
 
 from collections.abc import Iterable
+from math import ceil
 
-from planner_svc.estimator import Calibration, CohortLoad, Estimator, SubBatchLoad, hidden_cohort_layers
+from planner_svc.estimator import (
+    Calibration,
+    CohortLoad,
+    Estimator,
+    IterationLoad,
+    PoolLoads,
+    SubBatchLoad,
+    hidden_cohort_layers,
+    slowest_pool_s,
+)
 from planner_svc.scheduler.search import last_fitting
 from planner_svc.scheduler.sequence import Sequence
 from planner_svc.scheduler.urgency import bounds
@@ -82,8 +92,13 @@ class Pace:
         prefill_per_decode: float,
         num_waiting: int,
         admits_all: bool,
+        pool_shares: tuple[float, ...] = (),
     ) -> None:
-        """`prefill_per_decode`: prompt tokens that come with each decode; 0 while no prompt waits."""
+        """`prefill_per_decode`: prompt tokens that come with each decode; 0 while no prompt waits.
+
+        `pool_shares`: of the attention on the CPU, by host pool, where there are several.
+        """
+        self._pool_shares = pool_shares
         self._num_waiting = num_waiting
         self._max_tokens = max_tokens
         self._max_sequences = max_sequences
@@ -195,7 +210,8 @@ class Pace:
         """The same with a cohort and the batch beside it, which prefills for both."""
         estimator, num_gpu = self._estimator, self._num[Tier.GPU]
         gpu_context, num_layers = self._context[Tier.GPU], estimator.num_layers
-        attention_s = estimator.cpu_decode_s(num_cpu, cpu_context)
+        pools = self._pools(num_cpu, cpu_context)
+        attention_s = slowest_pool_s(estimator, num_cpu, cpu_context, pools)
         num_hidden = 0.0
         for _ in range(3):  # Its tokens call for prefill, which hides more of its layers.
             num_tokens = num_gpu + num_cpu * num_hidden / num_layers
@@ -203,12 +219,16 @@ class Pace:
             layer_s = estimator.linear_s(num_gpu + num_prefill) + estimator.prefill_s(num_prefill, 0)
             layer_s += estimator.gpu_decode_s(num_gpu, gpu_context)
             num_hidden = min(num_layers, hidden_cohort_layers(num_layers, layer_s, attention_s))
-        cohort = CohortLoad(num_cpu, cpu_context, max(1, round(num_hidden)))
+        cohort = CohortLoad(num_cpu, cpu_context, max(1, round(num_hidden)), cpu_pools=pools)
         chunks = ((num_prefill, 0),) if num_prefill else ()
         batch = SubBatchLoad(chunks, num_gpu, gpu_context, num_outputs=num_gpu)
-        seconds = estimator.iteration_s(batch, cohort=cohort)
+        seconds = estimator.iteration_s(IterationLoad(batch, cohort=cohort))
         num_decodes = num_cpu * cohort.num_layers / num_layers
         return (num_gpu + num_decodes) / max(_SHORTEST_S, seconds), num_decodes
+
+    def _pools(self, num_cpu: int, cpu_context: int) -> PoolLoads:
+        """So much on the CPU as it lies in the pools while these are in balance."""
+        return tuple([(ceil(num_cpu * share), ceil(cpu_context * share)) for share in self._pool_shares])
 
     def _prefill_alone(self, longest_s: float) -> int:
         """Prefill tokens that an iteration of the GPU alone could take."""
@@ -222,9 +242,11 @@ class Pace:
         num_gpu, gpu_context = self._num[Tier.GPU], self._context[Tier.GPU]
         chunks = ((num_prefill, 0),) if num_prefill else ()
         num_outputs = num_gpu + num_cpu
-        return self._estimator.iteration_s(
-            SubBatchLoad(chunks, num_gpu, gpu_context, num_cpu, cpu_context, num_outputs=num_outputs)
+        pools = self._pools(num_cpu, cpu_context)
+        batch = SubBatchLoad(
+            chunks, num_gpu, gpu_context, num_cpu, cpu_context, num_outputs=num_outputs, cpu_pools=pools
         )
+        return self._estimator.iteration_s(IterationLoad(batch))
 
     def _options(self, num_cpu: int, cpu_context: int, num_prefill: int) -> tuple[float, float]:
         """Iterations in which all decode, in one batch and in two."""
@@ -233,10 +255,25 @@ class Pace:
         half_context = cpu_context * half // max(1, num_cpu)
         num_second = min(num_prefill, max(0, (num_gpu + num_cpu + num_prefill) // 2 - half))
         first, second = (((n, 0),) if n else () for n in (num_prefill - num_second, num_second))
+        rest, rest_context = num_cpu - half, cpu_context - half_context
         two_s = self._estimator.iteration_s(
-            SubBatchLoad(
-                first, num_gpu, gpu_context, num_cpu - half, cpu_context - half_context, num_outputs=num_gpu + half
-            ),
-            SubBatchLoad(second, num_cpu_decodes=half, cpu_context_tokens=half_context, num_outputs=half),
+            IterationLoad(
+                SubBatchLoad(
+                    first,
+                    num_gpu,
+                    gpu_context,
+                    rest,
+                    rest_context,
+                    num_outputs=num_gpu + rest,
+                    cpu_pools=self._pools(rest, rest_context),
+                ),
+                SubBatchLoad(
+                    second,
+                    num_cpu_decodes=half,
+                    cpu_context_tokens=half_context,
+                    num_outputs=half,
+                    cpu_pools=self._pools(half, half_context),
+                ),
+            )
         )
         return self._one_s(num_cpu, cpu_context, num_prefill), two_s

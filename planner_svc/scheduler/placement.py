@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from planner_svc.scheduler.costs import Costs
 from planner_svc.scheduler.events import Tally
 from planner_svc.scheduler.limits import Capacity, ModePolicy
+from planner_svc.scheduler.pools import HostPools, margin_blocks
 from planner_svc.scheduler.residency import Residency
 from planner_svc.scheduler.sequence import Sequence, State
 from planner_svc.scheduler.victims import Victims
@@ -44,11 +45,12 @@ class Placement:
         self._capacity = capacity
         self._host_decodes = policy != "gpu_only"
         self._margin = _SWAP_MARGIN if capacity.host_blocks else _MARGIN
+        self.pools = HostPools(capacity, residency, costs.estimator, self._margin)
         self._residency = residency
         self._queue = queue
         self._tally = tally
         self._costs = costs
-        self._victims = Victims(residency, costs)
+        self._victims = Victims(residency, self.pools, costs)
         self._spent: list[Sequence] = []
 
     def computes_in(self, tier: Tier) -> bool:
@@ -66,15 +68,9 @@ class Placement:
         """Its last token is scheduled."""
         self._spent.append(sequence)
 
-    def margin(self, tier: Tier, num_residents: int) -> int:
-        """Blocks to leave free when a sequence comes to a tier, so that it is not soon swapped out again.
-
-        A share, or the next block of each resident where that is more; none in an empty tier, which must take whatever
-        fits.
-        """
-        if num_residents == 0:
-            return 0
-        return max(round(self._capacity.blocks(tier) * self._margin), num_residents)
+    def gpu_margin(self, num_residents: int) -> int:
+        """Blocks to leave free on the GPU when a sequence comes to it."""
+        return margin_blocks(self._capacity.gpu_blocks, self._margin, num_residents)
 
     def swap_in(self) -> None:
         """Brings sequences back from the host, oldest first, while a margin stays free.
@@ -87,7 +83,7 @@ class Placement:
         kept = 0
         if self._host_decodes and head is not None and self._fits_empty_gpu(head):
             kept = self._capacity.blocks_for(head.num_tokens)
-        room = residency.free(Tier.GPU) - kept - self.margin(Tier.GPU, residency.num_on(Tier.GPU))
+        room = residency.free(Tier.GPU) - kept - self.gpu_margin(residency.num_on(Tier.GPU))
         if room <= 0 or residency.num_on(Tier.HOST) == 0:
             return
         for sequence in residency.sequences:
@@ -97,7 +93,7 @@ class Placement:
                 return
             if len(sequence.blocks) + residency.lacks_block(sequence) <= room:
                 residency.move(sequence, Tier.GPU)
-                room = residency.free(Tier.GPU) - kept - self.margin(Tier.GPU, residency.num_on(Tier.GPU))
+                room = residency.free(Tier.GPU) - kept - self.gpu_margin(residency.num_on(Tier.GPU))
             elif not self._host_decodes:
                 return  # A parked one only waits; none may overtake it.
 
@@ -112,7 +108,7 @@ class Placement:
         """
         budget, host_decodes = max_tokens - len(cohort), self._host_decodes and not cohort
         decodes, residency = Decodes(), self._residency
-        self._victims = Victims(residency, self._costs)
+        self._victims = Victims(residency, self.pools, self._costs)
         block_tokens, running, gpu = self._capacity.block_tokens, State.RUNNING, Tier.GPU
         for sequence in list(residency.sequences):
             if budget == 0:
@@ -134,31 +130,39 @@ class Placement:
             elif host_decodes:
                 decodes.host.append(sequence)
                 if lacks_block:
-                    residency.promise_host_block()
+                    residency.promise_host_block(sequence.pool)
         return decodes
 
     def _find_room(self, sequence: Sequence) -> bool:
         """Room for one more block, in its tier or the other. False: it keeps what it has and waits for older ones."""
-        residency = self._residency
-        if self._make_room(sequence.tier, 1, sequence):
+        residency, capacity = self._residency, self._capacity
+        on_gpu = sequence.tier is Tier.GPU
+        if self._make_room(None if on_gpu else sequence.pool, 1, sequence):
             return True
-        other = Tier.HOST if sequence.tier is Tier.GPU else Tier.GPU
-        if residency.has_moved(sequence) or not self.computes_in(other):
+        if residency.has_moved(sequence) or (on_gpu and not self._host_decodes):
             return False
         needed = len(sequence.blocks) + 1
-        if needed > self._capacity.blocks(sequence.tier):
-            if not self._make_room(other, needed, sequence):
+        if not on_gpu:
+            # On the host it may as well wait, but where it has outgrown its pool.
+            if needed <= capacity.host_pools[sequence.pool] or not self._make_room(None, needed, sequence):
                 return False
-        elif other is Tier.GPU or residency.free(Tier.HOST) < needed:
-            # The youngest on the GPU moves out of the way; on the host it may as well wait.
+            residency.move(sequence, Tier.GPU)
+            return True
+        # The youngest on the GPU moves out of the way.
+        pool = self.pools.for_resident(sequence, needed)
+        if pool is None and needed > capacity.gpu_blocks:
+            pools = self.pools.by_size(sequence, needed)
+            pool = next((item for item in pools if self._make_room(item, needed, sequence)), None)
+        if pool is None:
             return False
-        residency.move(sequence, other)
+        residency.move(sequence, Tier.HOST, pool)
         return True
 
-    def _make_room(self, tier: Tier, num_blocks: int, beneficiary: Sequence) -> bool:
-        """Evicts sequences younger than the beneficiary; none where that would not be enough."""
-        short = num_blocks - self._residency.free(tier)
-        victims = self._victims.take(tier, short, beneficiary) if short > 0 else []
+    def _make_room(self, pool: int | None, num_blocks: int, beneficiary: Sequence) -> bool:
+        """Evicts sequences younger than the beneficiary; none where that would not be enough. None: on the GPU."""
+        residency = self._residency
+        short = num_blocks - (residency.free(Tier.GPU) if pool is None else residency.free_in(pool))
+        victims = self._victims.take(pool, short, beneficiary) if short > 0 else []
         if victims is None:
             return False
         for victim in victims:
@@ -169,8 +173,9 @@ class Placement:
         """To the host, or its KV is given up and computed again later: what costs less and is possible."""
         residency = self._residency
         self._tally.add(preemptions=1)
-        if self._victims.swaps(victim):
-            residency.move(victim, Tier.HOST)
+        refuge = self._victims.refuge(victim)
+        if refuge is not None:
+            residency.move(victim, Tier.HOST, refuge)
             self._victims.arrive_on_host(victim)
             return
         victim.num_recomputations += 1

@@ -37,8 +37,8 @@ class Prompts:
             for item in residency.sequences
             if item.num_computed_tokens < item.num_prefill_tokens and placement.computes_in(item.tier)
         ] + waiting
-        self._free = {tier: residency.free(tier) for tier in Tier}
-        self._residents = {tier: residency.num_on(tier) for tier in Tier}
+        self._num_gpu_free, self._num_on_gpu = residency.free(Tier.GPU), residency.num_on(Tier.GPU)
+        self._pools = placement.pools.states()
         self._num_left = capacity.max_sequences - len(residency.sequences)
         self._oldest_parked: int | None = None
         if not placement.computes_in(Tier.HOST) and residency.num_on(Tier.HOST):
@@ -46,7 +46,7 @@ class Prompts:
         self._start_s = 0.0
         num_blocks = sum([capacity.blocks_for(item.num_tokens) for item in waiting])
         # Those that are not looked at are about as long.
-        self.is_crowded = num_blocks * len(queue) > self._free[Tier.GPU] * max(1, len(waiting))
+        self.is_crowded = num_blocks * len(queue) > self._num_gpu_free * max(1, len(waiting))
         """More wait than the GPU has room for."""
         self.held_back: list[Sequence] = []
         """Had room on the host, but not the CPU's time."""
@@ -59,37 +59,35 @@ class Prompts:
         for sequence in in_order(self.candidates, start_s, prefill_tokens_per_s, self._shares):
             if budget <= 0:
                 break
-            tier: Tier | None = sequence.tier
+            place: tuple[Tier, int] | None = sequence.tier, sequence.pool
             if sequence.state is State.WAITING:
-                tier = None if is_closed else self._find_room(sequence)
-                if tier is None:
+                place = None if is_closed else self._find_room(sequence)
+                if place is None:
                     # A shorter one may have room; ageing keeps this one from waiting for ever. Who only waits for a
                     # parked one keeps out nobody that is older than that.
                     if not (is_closed or self._waits_for_parked(sequence)):
                         self.held_back.append(sequence)
                         is_closed = self._num_left == 0 or self._is_impatient(sequence)
                     continue
-                self._take_room(sequence, tier)
-            assert tier is not None
+                self._take_room(sequence, *place)
+            assert place is not None
             start, total = num_prefilled(sequence), num_to_prefill(sequence)
             num_tokens = min(budget, total - start)
-            chunks.append(Chunk(sequence, start, num_tokens, total, tier))
+            chunks.append(Chunk(sequence, start, num_tokens, total, *place))
             budget -= num_tokens
         return chunks
 
-    def _find_room(self, sequence: Sequence) -> Tier | None:
-        """The GPU where the prompt fits, else the host where its decodes would keep everybody's pace."""
+    def _find_room(self, sequence: Sequence) -> tuple[Tier, int] | None:
+        """The GPU where the prompt fits, else the host pool where its decodes would keep everybody's pace."""
         if self._num_left == 0 or self._waits_for_parked(sequence):
             return None
         num_blocks = self._capacity.blocks_for(sequence.num_tokens)
-        for tier in (Tier.GPU, Tier.HOST):
-            margin = self._placement.margin(tier, self._residents[tier])
-            if not self._placement.computes_in(tier) or num_blocks + margin > self._free[tier]:
-                continue
-            if tier is Tier.HOST and not self._is_welcome(sequence, num_blocks):
-                return None
-            return tier
-        return None
+        if num_blocks + self._placement.gpu_margin(self._num_on_gpu) <= self._num_gpu_free:
+            return Tier.GPU, 0
+        if not self._placement.computes_in(Tier.HOST):
+            return None
+        pool = self._placement.pools.for_newcomer(sequence, num_blocks, self._pools)
+        return (Tier.HOST, pool) if pool is not None and self._is_welcome(sequence, num_blocks) else None
 
     def _is_impatient(self, sequence: Sequence) -> bool:
         """Whether none may overtake it any more."""
@@ -100,14 +98,19 @@ class Prompts:
     def _waits_for_parked(self, sequence: Sequence) -> bool:
         return self._oldest_parked is not None and self._oldest_parked < sequence.sequence_id
 
-    def _take_room(self, sequence: Sequence, tier: Tier) -> None:
-        self._free[tier] -= self._capacity.blocks_for(sequence.num_tokens)
-        self._residents[tier] += 1
+    def _take_room(self, sequence: Sequence, tier: Tier, pool: int) -> None:
+        num_blocks = self._capacity.blocks_for(sequence.num_tokens)
+        if tier is Tier.GPU:
+            self._num_gpu_free -= num_blocks
+            self._num_on_gpu += 1
+        else:
+            self._pools[pool].take(num_blocks)
         self._num_left -= 1
         self._pace.join(sequence, tier)
 
     def _is_welcome(self, sequence: Sequence, num_blocks: int) -> bool:
-        if not any(self._residents.values()) or self._pace.allows(sequence):
+        has_company = self._num_on_gpu or any(state.num_sequences for state in self._pools)
+        if not has_company or self._pace.allows(sequence):
             return True
         # The GPU is no alternative to one that is larger: it must come in whatever that costs.
         has_no_other = num_blocks > self._capacity.gpu_blocks

@@ -54,7 +54,7 @@ class Reservation:
             sequence = chunk.sequence
             if chunk.is_admission:
                 self.queue.remove(sequence)
-                self.residency.admit(sequence, chunk.tier)
+                self.residency.admit(sequence, chunk.tier, chunk.pool)
             end = chunk.start + chunk.num_tokens
             num_again = max(0, min(end, sequence.num_once_computed_tokens) - chunk.start)
             recomputed += num_again

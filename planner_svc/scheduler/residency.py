@@ -2,6 +2,7 @@
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
+from itertools import accumulate
 from operator import attrgetter
 
 from planner_svc.scheduler.blocks import BlockAllocator
@@ -21,8 +22,9 @@ class Changes:
     swaps: dict[int, Swap] = field(default_factory=dict)
     """By sequence: at most one move in a plan."""
     new_blocks: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    vacated_host_blocks: list[int] = field(default_factory=list)
-    """Left by swaps to the GPU. The copies to the host run first, so these can't be handed out in the same plan."""
+    vacated_host_blocks: list[tuple[int, list[int]]] = field(default_factory=list)
+    """(pool, blocks) left by swaps to the GPU. The copies to the host run first, so these can't be handed out in the
+    same plan."""
 
     def __bool__(self) -> bool:
         return bool(self.released or self.new_sequences or self.swaps or self.new_blocks)
@@ -40,9 +42,12 @@ class Residency:
 
     def __init__(self, capacity: Capacity) -> None:
         self._block_tokens = capacity.block_tokens
-        self._allocators = {tier: BlockAllocator(capacity.blocks(tier)) for tier in Tier}
+        self._gpu = BlockAllocator(capacity.gpu_blocks)
+        ends = accumulate(capacity.host_pools)
+        self._pools = [BlockAllocator(size, end - size) for size, end in zip(capacity.host_pools, ends, strict=True)]
         self._num_on = dict.fromkeys(Tier, 0)
-        self._promised_host_blocks = 0
+        self._num_in = [0] * len(self._pools)
+        self._promised_blocks = [0] * len(self._pools)
         self.sequences: list[Sequence] = []
         """Running ones, by arrival."""
         self.num_tokens_to_prefill = 0
@@ -51,17 +56,36 @@ class Residency:
 
     def free(self, tier: Tier) -> int:
         """Blocks to be had in this plan. Excludes those promised in it."""
-        promised = self._promised_host_blocks if tier is Tier.HOST else 0
-        return self._allocators[tier].num_free - promised
+        if tier is Tier.GPU:
+            return self._gpu.num_free
+        return sum(map(self.free_in, range(len(self._pools))))
+
+    def free_in(self, pool: int) -> int:
+        """The same of one host pool."""
+        return self._pools[pool].num_free - self._promised_blocks[pool]
 
     def used(self, tier: Tier) -> int:
         """Blocks owned by sequences."""
-        vacated = len(self.changes.vacated_host_blocks) if tier is Tier.HOST else 0
-        return self._allocators[tier].num_used - vacated
+        if tier is Tier.GPU:
+            return self._gpu.num_used
+        return sum(map(self.used_in, range(len(self._pools))))
+
+    def used_in(self, pool: int) -> int:
+        """The same of one host pool."""
+        vacated = [len(blocks) for of_pool, blocks in self.changes.vacated_host_blocks if of_pool == pool]
+        return self._pools[pool].num_used - sum(vacated)
 
     def num_on(self, tier: Tier) -> int:
         """Sequences that hold blocks of the tier."""
         return self._num_on[tier]
+
+    def num_in(self, pool: int) -> int:
+        """Sequences that hold blocks of a host pool."""
+        return self._num_in[pool]
+
+    def room_for(self, sequence: Sequence) -> int:
+        """Blocks to be had where it lies."""
+        return self._gpu.num_free if sequence.tier is Tier.GPU else self.free_in(sequence.pool)
 
     def has_moved(self, sequence: Sequence) -> bool:
         """Whether the next plan already moves it."""
@@ -71,16 +95,18 @@ class Residency:
         """Whether one more token needs one more block."""
         return sequence.num_computed_tokens >= len(sequence.blocks) * self._block_tokens
 
-    def admit(self, sequence: Sequence, tier: Tier) -> None:
-        """Gives it blocks for all it has to prefill, so that a prompt once begun never runs out of room."""
+    def admit(self, sequence: Sequence, tier: Tier, pool: int = 0) -> None:
+        """Gives it blocks for all it has to prefill, so that a prompt once begun never runs out of room.
+
+        `pool`: on the host.
+        """
         tokens = sequence.token_ids
         sequence.state = State.RUNNING
-        sequence.tier = tier
-        sequence.blocks = self._allocators[tier].allocate(-(-len(tokens) // self._block_tokens))
+        self._settle(sequence, tier, pool)
+        sequence.blocks = self._allocator(sequence).allocate(-(-len(tokens) // self._block_tokens))
         sequence.num_prefill_tokens = len(tokens)
         sequence.num_computed_tokens = 0
         sequence.num_passed_over = 0
-        self._num_on[tier] += 1
         self.num_tokens_to_prefill += len(tokens)
         insort(self.sequences, sequence, key=_arrival)
         self.changes.new_sequences.append(
@@ -94,41 +120,52 @@ class Residency:
             )
         )
 
+    def _allocator(self, sequence: Sequence) -> BlockAllocator:
+        """Of the blocks where it lies."""
+        return self._gpu if sequence.tier is Tier.GPU else self._pools[sequence.pool]
+
+    def _settle(self, sequence: Sequence, tier: Tier, pool: int) -> None:
+        sequence.tier, sequence.pool = tier, pool
+        self._count(sequence, 1)
+
+    def _count(self, sequence: Sequence, by: int) -> None:
+        self._num_on[sequence.tier] += by
+        if sequence.tier is Tier.HOST:
+            self._num_in[sequence.pool] += by
+
     def note_prefilled(self, num_tokens: int) -> None:
         """So many more tokens of prompts are scheduled."""
         self.num_tokens_to_prefill -= num_tokens
 
-    def promise_host_block(self) -> None:
-        """Keeps a host block for a sequence that lacks one and may yet be passed over in this plan."""
-        self._promised_host_blocks += 1
+    def promise_host_block(self, pool: int) -> None:
+        """Keeps a block of it for a sequence that lacks one and may yet be passed over in this plan."""
+        self._promised_blocks[pool] += 1
 
     def redeem_promises(self) -> None:
         """From here on, promised blocks are given by `grow` or free again."""
-        self._promised_host_blocks = 0
+        self._promised_blocks = [0] * len(self._pools)
 
     def grow(self, sequence: Sequence) -> None:
         """Gives it the block that it lacks for one more token."""
-        blocks = self._allocators[sequence.tier].allocate(1)
+        blocks = self._allocator(sequence).allocate(1)
         sequence.blocks += blocks
         self.changes.new_blocks[sequence.sequence_id] = tuple(blocks)
 
-    def move(self, sequence: Sequence, target: Tier) -> None:
-        """Swaps it out or in, at most once in a plan. It keeps as many blocks as it had."""
-        blocks = self._allocators[target].allocate(len(sequence.blocks))
+    def move(self, sequence: Sequence, target: Tier, pool: int = 0) -> None:
+        """Swaps it out, to a host pool, or in, at most once in a plan. It keeps as many blocks as it had."""
         if target is Tier.GPU:
-            self.changes.vacated_host_blocks += sequence.blocks
+            self.changes.vacated_host_blocks.append((sequence.pool, sequence.blocks))
         else:
-            self._allocators[Tier.GPU].free(sequence.blocks)
-        self._num_on[sequence.tier] -= 1
-        self._num_on[target] += 1
-        sequence.blocks = blocks
-        sequence.tier = target
+            self._gpu.free(sequence.blocks)
+        self._count(sequence, -1)
+        self._settle(sequence, target, pool)
+        sequence.blocks = blocks = self._allocator(sequence).allocate(len(sequence.blocks))
         self.changes.swaps[sequence.sequence_id] = Swap(sequence.sequence_id, target, tuple(blocks))
 
     def leave(self, sequence: Sequence, state: State) -> None:
         """Takes its blocks back at once: the executor runs plans in order, so the next owner writes later."""
-        self._allocators[sequence.tier].free(sequence.blocks)
-        self._num_on[sequence.tier] -= 1
+        self._allocator(sequence).free(sequence.blocks)
+        self._count(sequence, -1)
         self.num_tokens_to_prefill -= max(0, sequence.num_prefill_tokens - sequence.num_computed_tokens)
         del self.sequences[bisect_left(self.sequences, sequence.sequence_id, key=_arrival)]
         sequence.blocks = []
@@ -141,5 +178,6 @@ class Residency:
     def take_changes(self) -> Changes:
         """Hands over what the plan being made must carry."""
         changes, self.changes = self.changes, Changes()
-        self._allocators[Tier.HOST].free(changes.vacated_host_blocks)
+        for pool, blocks in changes.vacated_host_blocks:
+            self._pools[pool].free(blocks)
         return changes

@@ -142,10 +142,8 @@ class Scheduler:
             return None
         self._iteration += 1
         plan = self._make_plan(batch, decision.predicted_s)
-        question = work.question(decision.shape)
-        self._in_flight.add(
-            Planned(plan.iteration, plan.mode, batch.has_work, question, expected, plan.predicted_s), now
-        )
+        load = work.load(decision.shape)
+        self._in_flight.add(Planned(plan.iteration, plan.mode, batch.has_work, load, expected, plan.predicted_s), now)
         if batch.cohort:
             cohort.take(batch.cohort)
         return plan
@@ -174,8 +172,8 @@ class Scheduler:
             new_blocks=changes.ordered_new_blocks(),
             sub_batches=batch.sub_batches(),
             cohort=batch.cohort_step(),
-            host_blocks_used=self._residency.used(Tier.HOST),
             predicted_s=predicted_s,
+            pool_decodes=batch.pool_decodes(len(self._capacity.host_pools)),
         )
 
     def apply(self, result: IterationResult, now: float) -> Applied:
@@ -189,7 +187,7 @@ class Scheduler:
         planned = self._in_flight.take(result, now)
         self._nothing_to_plan = False
         if planned.computes:
-            self._calibration.observe(planned.mode, planned.question, result.timings)
+            self._calibration.observe(planned.mode, planned.load, result.timings, result.pool_work)
             self._costs.refresh()
         events = [
             self._take_token(sequence, token_id, result, now)
@@ -220,12 +218,11 @@ class Scheduler:
 
     # --- failure
 
-    def reset(self, capacity: Capacity, estimator: Estimator, epoch: int, lose_host: bool) -> tuple[int, ...]:
+    def reset(self, capacity: Capacity, estimator: Estimator, epoch: int) -> tuple[int, ...]:
         """Starts a new epoch on an executor that holds nothing: plans in flight are forgotten.
 
         Sequences are queued again in order of arrival, to be recomputed from prompt and tokens applied so far.
-        Returns those that are lost instead: with `lose_host` all whose KV was on the host, and any that can no
-        longer fit.
+        Returns those that are lost instead, as they fit nowhere any more.
         """
         if epoch <= self._epoch:
             raise ValueError(f"epoch {epoch} does not follow {self._epoch}")
@@ -237,7 +234,7 @@ class Scheduler:
         for sequence_id in sorted(sequences):
             sequence = sequences[sequence_id]
             ran = sequence.state in (State.RUNNING, State.STEPPING, State.DRAINING)
-            if (lose_host and ran and sequence.tier is Tier.HOST) or not self._can_be_served(sequence):
+            if not self._can_be_served(sequence):
                 sequence.state = State.FINISHED
                 self._gone[sequence_id] = sequence
                 lost.append(sequence_id)
@@ -280,9 +277,14 @@ class Scheduler:
         return self._residency.used(Tier.HOST)
 
     @property
-    def num_on_host(self) -> int:
-        """Sequences with their KV there."""
-        return self._residency.num_on(Tier.HOST)
+    def num_by_pool(self) -> tuple[int, ...]:
+        """Sequences with their KV in each host pool."""
+        return tuple(map(self._residency.num_in, range(len(self._capacity.host_pools))))
+
+    @property
+    def pool_blocks_used(self) -> tuple[int, ...]:
+        """Blocks of each host pool owned by sequences."""
+        return tuple(map(self._residency.used_in, range(len(self._capacity.host_pools))))
 
     @property
     def counters(self) -> Counters:

@@ -75,6 +75,8 @@ class Sequence:
     """Tokens that plans not yet applied will yield."""
     tier: Tier = Tier.GPU
     """Where its blocks are; of the last stay where it holds none."""
+    pool: int = 0
+    """Host pool of its blocks, where these are on the host."""
     blocks: list[int] = field(default_factory=list)
     num_prefill_tokens: int = 0
     """To compute before the first decode of this stay: the prompt and, after a recomputation, outputs."""

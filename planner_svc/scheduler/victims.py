@@ -3,6 +3,7 @@
 from heapq import heapify, heappop, heappush
 
 from planner_svc.scheduler.costs import Costs
+from planner_svc.scheduler.pools import HostPools
 from planner_svc.scheduler.residency import Residency
 from planner_svc.scheduler.sequence import Sequence, State
 from svc_common.plan import Tier
@@ -17,25 +18,31 @@ class Victims:
     All of a plan's evictions together cost no more than sorting the residents once.
     """
 
-    def __init__(self, residency: Residency, costs: Costs) -> None:
+    def __init__(self, residency: Residency, pools: HostPools, costs: Costs) -> None:
         self._residency = residency
+        self._pools = pools
         self._costs = costs
-        self._ranked: dict[Tier, list[Ranked]] = {}
-        """Heaps, made when they are first needed."""
+        self._ranked: dict[int | None, list[Ranked]] = {}
+        """Heaps by host pool, that of the GPU under None, made when they are first needed."""
 
-    def take(self, tier: Tier, num_blocks: int, beneficiary: Sequence) -> list[Sequence] | None:
-        """Younger ones than the beneficiary that hold so many blocks of the tier together, none of them without need.
+    def take(self, pool: int | None, num_blocks: int, beneficiary: Sequence) -> list[Sequence] | None:
+        """Younger ones than the beneficiary that hold so many blocks together, none of them without need.
 
-        None where all of them together don't hold enough.
+        In a host pool, or on the GPU: None. The answer is None where all of them together don't hold enough.
         """
-        if tier not in self._ranked:
-            self._ranked[tier] = [self._rank(item) for item in self._residency.sequences if item.tier is tier]
-            heapify(self._ranked[tier])
-        ranked, taken = self._ranked[tier], list[Ranked]()
+        if pool not in self._ranked:
+            residents = self._residency.sequences
+            if pool is None:
+                there = [item for item in residents if item.tier is Tier.GPU]
+            else:
+                there = [item for item in residents if item.tier is Tier.HOST and item.pool == pool]
+            self._ranked[pool] = [self._rank(item) for item in there]
+            heapify(self._ranked[pool])
+        ranked, taken = self._ranked[pool], list[Ranked]()
         while num_blocks > 0 and ranked:
             best = heappop(ranked)
             sequence = best[-1]
-            is_there = sequence.state is State.RUNNING and sequence.tier is tier
+            is_there = sequence.state is State.RUNNING and _place(sequence) == pool
             if is_there and sequence.sequence_id > beneficiary.sequence_id:
                 taken.append(best)
                 num_blocks -= len(sequence.blocks)
@@ -54,21 +61,24 @@ class Victims:
 
     def arrive_on_host(self, sequence: Sequence) -> None:
         """It was moved there in this plan, and may yet have to leave it."""
-        if Tier.HOST in self._ranked:
-            heappush(self._ranked[Tier.HOST], self._rank(sequence))
+        if sequence.pool in self._ranked:
+            heappush(self._ranked[sequence.pool], self._rank(sequence))
 
-    def swaps(self, sequence: Sequence) -> bool:
-        """Whether it moves to the host: where that is possible, and no dearer than computing it again."""
+    def refuge(self, sequence: Sequence) -> int | None:
+        """The host pool it moves to: where that is possible, and no dearer than computing it again; else None."""
+        return self._pools.for_resident(sequence, len(sequence.blocks)) if self._swaps(sequence) else None
+
+    def _swaps(self, sequence: Sequence) -> bool:
         if sequence.tier is not Tier.GPU or self._residency.has_moved(sequence):
             return False
         num_blocks = len(sequence.blocks)
-        if self._residency.free(Tier.HOST) < num_blocks:
+        if not self._pools.has_room(sequence, num_blocks):
             return False
         return num_blocks * self._costs.swap_block_s <= self._costs.recompute_s(sequence)
 
     def _rank(self, sequence: Sequence) -> Ranked:
         recompute_s = self._costs.recompute_s(sequence) / len(sequence.blocks)
-        cost_s = self._costs.swap_block_s if self.swaps(sequence) else recompute_s
+        cost_s = self._costs.swap_block_s if self._swaps(sequence) else recompute_s
         return (
             sequence.request.service_class.priority,
             not sequence.is_late,
@@ -76,3 +86,8 @@ class Victims:
             -sequence.sequence_id,
             sequence,
         )
+
+
+def _place(sequence: Sequence) -> int | None:
+    """Its host pool; None on the GPU."""
+    return sequence.pool if sequence.tier is Tier.HOST else None

@@ -52,7 +52,7 @@ class Profile:
         """Of an engine that uses so much of the memory."""
         return Capacity(
             gpu_blocks=gpu_blocks,
-            host_blocks=host_blocks,
+            host_pools=(host_blocks,),
             block_tokens=self.block_tokens,
             max_sequences=self.max_sequences,
             max_batch_tokens=self.max_batch_tokens,

@@ -142,3 +142,20 @@ def test_what_cannot_be_had_ends_the_start(tmp_path: Path, section: dict[str, ob
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 2
     assert message in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--index", "1"], "cpu_attn[1].segment_dir: /nowhere is no directory"),
+        (["--index", "2"], "--index must be from 0 to 1, is 2"),
+        (["--index", "x"], "usage: python -m cpu_attn_svc --config FILE.toml [--index NUMBER]"),
+    ],
+)
+def test_a_process_is_one_of_several_services(tmp_path: Path, arguments: list[str], message: str) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text('[[cpu_attn]]\nlisten = "unix:/a"\n[[cpu_attn]]\nlisten = "unix:/b"\nsegment_dir = "/nowhere"\n')
+    command = [sys.executable, "-m", "cpu_attn_svc", "--config", str(config), *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert message in ended.stderr

@@ -19,9 +19,9 @@ from support.reference import Reference
 
 from gpu_svc.attention import CpuAttention as CpuBackend
 from gpu_svc.attention import TorchAttention, make_backend
-from gpu_svc.cpu_attention_client import attach_host_tier, region_shape
+from gpu_svc.cpu_attention_client import attach_pool, region_shape
 from gpu_svc.executor import Executor
-from gpu_svc.host_tier import HostTier
+from gpu_svc.host_tier import HostPool, HostTier
 from gpu_svc.kv_cache import KvShape
 from gpu_svc.limits import Limits
 from svc_common.decoder.decoder import Decoder
@@ -45,14 +45,15 @@ def make_driver() -> Iterator[MakeDriver]:
     def make(
         decoder: Decoder,
         num_gpu_blocks: int = 200,
-        cpu_attention: "CpuAttention | None" = None,
+        cpu_attention: "CpuAttention | tuple[CpuAttention, ...]" = (),
         block_tokens: int = BLOCK_TOKENS,
         limits: Limits = LIMITS,
         kv_dtype: torch.dtype | None = None,
         host_kv_dtype: torch.dtype | None = None,
     ) -> Driver:
         shape = KvShape.of(decoder.spec, block_tokens, kv_dtype or decoder.dtype, host_kv_dtype)
-        host = cpu_attention.attach(decoder, shape, limits) if cpu_attention else None
+        services = (cpu_attention,) if isinstance(cpu_attention, CpuAttention) else cpu_attention
+        host = HostTier([service.attach(decoder, shape, limits) for service in services]) if services else None
         driver = Driver(Executor(decoder, shape, num_gpu_blocks * shape.block_bytes), host, limits)
         made.append(driver)
         return driver
@@ -106,9 +107,9 @@ class CpuAttention:
     address: str
     epoch: int = 0
 
-    def attach(self, decoder: Decoder, shape: KvShape, limits: Limits = LIMITS) -> HostTier:
+    def attach(self, decoder: Decoder, shape: KvShape, limits: Limits = LIMITS) -> HostPool:
         self.epoch += 1
-        return asyncio.run(attach_host_tier(self.address, self.epoch, region_shape(decoder, shape, limits)))
+        return asyncio.run(attach_pool(self.address, self.epoch, region_shape(decoder, shape, limits)))
 
     def kill(self) -> None:
         os.kill(self.process.pid, signal.SIGKILL)

@@ -189,7 +189,7 @@ def test_sixteen_bit_compute_runs_over_the_plane(
     assert epoch is not None
     assert epoch.host is not None
     gpu, host = (epoch.table.block_tables[epoch.table.slot_of[i], 0] for i in (1, 2))
-    torch.testing.assert_close(epoch.cache.blocks[:, gpu], epoch.host.blocks.elements[:, host], rtol=0, atol=0)
+    torch.testing.assert_close(epoch.cache.blocks[:, gpu], epoch.host.pool(0).blocks.elements[:, host], rtol=0, atol=0)
 
 
 def test_a_killed_service_ends_the_epoch(

@@ -37,7 +37,7 @@ NOWHERE = "127.0.0.1:1"
 
 @asynccontextmanager
 async def serve(
-    files: ModelFiles, cpu_attention_address: str | None = None, host_kv_dtype: torch.dtype | None = None
+    files: ModelFiles, *cpu_attention_addresses: str, host_kv_dtype: torch.dtype | None = None
 ) -> AsyncIterator[executor_pb2_grpc.ExecutorServiceStub]:
     """A stub of a server in this process, with 40 GPU blocks."""
     decoder = load_decoder(files)
@@ -45,7 +45,7 @@ async def serve(
     executor = Executor(decoder, shape, 40 * shape.block_bytes)
     with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as thread:
         server = GrpcServer("127.0.0.1:0", ["neoflex.v1.ExecutorService"])
-        servicer = ExecutorServicer(executor, thread, cpu_attention_address)
+        servicer = ExecutorServicer(executor, thread, cpu_attention_addresses)
         server.register(executor_pb2_grpc.add_ExecutorServiceServicer_to_server, servicer)
         await server.start()
         async with grpc.aio.insecure_channel(server.address) as channel:
@@ -92,7 +92,7 @@ async def test_plans_run_in_order_and_tokens_are_the_reference(
     async with serve(checkpoint("llama")) as stub:
         opened = await stub.OpenEpoch(open_epoch(3))
         assert (opened.device, opened.compute_dtype, opened.kv_dtype) == ("cpu", "fp32", "fp32")
-        assert (opened.gpu_blocks, opened.host_blocks, opened.cpu_attention_error) == (40, 0, "")
+        assert (opened.gpu_blocks, list(opened.host_pools)) == (40, [])
         assert opened.block_bytes == opened.host_block_bytes == 3 * 2 * 2 * BLOCK_TOKENS * 8 * 4
         assert opened.host_kv_dtype == "fp32"
         assert not opened.HasField("tables")
@@ -120,9 +120,8 @@ async def test_host_tier_over_the_wire(
     decode = pb.SubBatch(cpu_decode_sequence_ids=[5])
     async with serve(checkpoint("llama"), cpu_attention.address) as stub:
         opened = await stub.OpenEpoch(open_epoch(epoch, profile=True))
-        assert opened.cpu_attention_error == ""
-        assert opened.host_blocks == 4 * 2**20 // opened.block_bytes
-        assert opened.cpu_attention_threads == 1
+        num_blocks = 4 * 2**20 // opened.block_bytes
+        assert list(opened.host_pools) == [pb.HostPool(num_blocks=num_blocks, num_threads=1)]
         check_tables(opened.tables)
         results = await execute(stub, first_plan(epoch, pb.TIER_HOST), *(plan(epoch, i, decode) for i in range(2, 6)))
         status = await stub.GetExecutorStatus(pb.GetExecutorStatusRequest())
@@ -152,7 +151,7 @@ async def test_a_host_tier_in_int8_over_the_wire(checkpoint: GetFiles, cpu_atten
     cpu_attention.epoch += 1
     epoch = cpu_attention.epoch
     decode = pb.SubBatch(cpu_decode_sequence_ids=[5])
-    async with serve(checkpoint("llama"), cpu_attention.address, torch.int8) as stub:
+    async with serve(checkpoint("llama"), cpu_attention.address, host_kv_dtype=torch.int8) as stub:
         opened = await stub.OpenEpoch(open_epoch(epoch, profile=True))
         assert (opened.kv_dtype, opened.host_kv_dtype) == ("fp32", "int8")
         heads = 3 * 2 * 2
@@ -160,7 +159,8 @@ async def test_a_host_tier_in_int8_over_the_wire(checkpoint: GetFiles, cpu_atten
             heads * BLOCK_TOKENS * 8 * 4,
             heads * (BLOCK_TOKENS * 8 + 4),
         )
-        assert (opened.gpu_blocks, opened.host_blocks) == (40, 4 * 2**20 // opened.host_block_bytes)
+        [pool] = opened.host_pools
+        assert (opened.gpu_blocks, pool.num_blocks) == (40, 4 * 2**20 // opened.host_block_bytes)
         check_tables(opened.tables)
         moved = pb.Swap(sequence_id=5, target=pb.TIER_HOST, blocks=range(10))
         plans = [plan(epoch, 2, decode, swaps=[moved]), plan(epoch, 3, decode)]
@@ -201,10 +201,22 @@ def check_tables(tables: pb.OperationTables) -> None:
 async def test_an_epoch_without_cpu_attention_says_why(checkpoint: GetFiles) -> None:
     async with serve(checkpoint("llama"), NOWHERE) as stub:
         opened = await stub.OpenEpoch(open_epoch(1, profile=True))
-    assert opened.host_blocks == 0
-    assert opened.cpu_attention_error == f"nothing answers at {NOWHERE}"
+    assert list(opened.host_pools) == [pb.HostPool(error=f"nothing answers at {NOWHERE}")]
     assert len(opened.tables.cpu_decode) == 0
     assert opened.tables.swap_bytes_per_s == 0
+
+
+async def test_the_services_that_answer_are_attached(checkpoint: GetFiles, cpu_attention: Any) -> None:
+    async with serve(checkpoint("llama"), NOWHERE, cpu_attention.address) as stub:
+        cpu_attention.epoch += 1
+        opened = await stub.OpenEpoch(open_epoch(cpu_attention.epoch, profile=True))
+    num_blocks = 4 * 2**20 // opened.host_block_bytes
+    assert list(opened.host_pools) == [
+        pb.HostPool(error=f"nothing answers at {NOWHERE}"),
+        pb.HostPool(num_blocks=num_blocks, num_threads=1),
+    ]
+    assert list(opened.tables.cpu_pool_factors) == [1.0, 1.0]
+    check_tables(opened.tables)
 
 
 async def test_errors_of_plans_are_results(checkpoint: GetFiles) -> None:

@@ -29,6 +29,7 @@ TABLES = Tables(
     iteration_s=1e-3,
     cpu_copy=((1, 2e-6),),
     cpu_signal_s=3e-6,
+    cpu_pool_factors=(1.0, 1.5),
 )
 
 

@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.prompts import TEXTS, long_text
@@ -49,7 +50,7 @@ def start(request: pytest.FixtureRequest) -> Iterator[StackFactory]:
     """
     stacks: list[LocalStack] = []
 
-    def start_stack(**sections: dict[str, object]) -> LocalStack:
+    def start_stack(**sections: dict[str, object] | list[dict[str, object]]) -> LocalStack:
         run_dir = Path(tempfile.mkdtemp(prefix="nfx-"))
         stack = LocalStack(stack_config(run_dir, **sections), run_dir)
         stacks.append(stack)
@@ -62,15 +63,18 @@ def start(request: pytest.FixtureRequest) -> Iterator[StackFactory]:
         stack.stop()
 
 
-def stack_config(run_dir: Path, **sections: dict[str, object]) -> Config:
+def stack_config(run_dir: Path, **sections: dict[str, object] | list[dict[str, object]]) -> Config:
     segments = run_dir / "shm"
     segments.mkdir()
-    values: dict[str, dict[str, object]] = {
+    values: dict[str, Any] = {
         "model": {"source": MODEL},
         "planner": {"listen": "127.0.0.1:0"},
         "gpu": {"device": "cpu", "dtype": "fp32", "profile": "always"},
         "cpu_attn": {},
     }
     for name, section in sections.items():
-        values.setdefault(name, {}).update(section)
-    return parse(dict(values), "test")
+        if isinstance(section, list):
+            values[name] = section
+        else:
+            values.setdefault(name, {}).update(section)
+    return parse(values, "test")

@@ -63,5 +63,5 @@ def test_threads_follow_the_load(start, prompts):
     assert info.counters.cpu_threads_shrunk >= 1
     assert cpu_attention_status(stack).num_threads == 1
     log = stack.log_paths["planner_svc"].read_text()
-    assert "CPU attention threads: 1 -> 2: the executor waits" in log
+    assert "CPU attention threads of pool 0: 1 -> 2: the executor waits" in log
     print(*(line for line in log.splitlines() if "CPU attention threads" in line), sep="\n")

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 import socket
 import subprocess
@@ -16,7 +17,7 @@ from support.stacks import own_environment
 
 from neoflex.cli import model, up
 from neoflex.cli.output import size
-from neoflex.cli.up import effective_config, pin_model, run_directory
+from neoflex.cli.up import divide_cpu_attn, effective_config, pin_model, run_directory
 from neoflex.client import Client
 from neoflex.logs import LogFollower
 from svc_common.config import ConfigError
@@ -153,6 +154,8 @@ class TestStatus:
         }
         assert lines["KV on the GPU"] == "3.0 MiB of 64.0 MiB, 3 of 64 blocks in fp16"
         assert lines["KV on the host"] == "2.5 MiB of 64.0 MiB, 5 of 128 blocks in int8"
+        assert lines["pool 0"] == "2.5 MiB of 64.0 MiB, 5 of 128 blocks, 2 threads"
+        assert lines["pool 1"] == "not attached: nothing answers at unix:/x"
         assert lines["device"] == "cpu, computes in fp32"
         assert lines["CPU attention threads"] == "2, elastic from 1 to 4"
         assert lines["its threads grown, shrunk"] == "3, 2 times"
@@ -243,6 +246,39 @@ class TestUp:
             " --host-kv-bytes: not a size such as 64MiB, is 'lots'\n"
         )
         assert run("up", "./nowhere").err == "error: ./nowhere: no such file or directory\n"
+
+    def test_several_services_share_out_pool_and_threads(self) -> None:
+        options = {("cpu_attn", "kv_bytes"): "90MiB", ("cpu_attn", "num_threads"): 5, ("cpu_attn", "max_threads"): 8}
+        services = divide_cpu_attn(effective_config(None, options), 3).cpu_attn
+        assert [service.kv_bytes for service in services] == [30 * 2**20] * 3
+        assert [service.num_threads for service in services] == [2, 2, 1]
+        assert [service.max_threads for service in services] == [3, 3, 2]
+        assert [service.min_threads for service in services] == [1, 1, 1]
+        assert not any("listen" in service.model_fields_set for service in services)
+
+    @pytest.mark.parametrize(
+        ("text", "number", "message"),
+        [
+            ("", 0, "--cpu-attn-services must be from 1 to 16, is 0"),
+            ("", 17, "--cpu-attn-services must be from 1 to 16, is 17"),
+            ("[[cpu_attn]]\n[[cpu_attn]]\n", 3, "--cpu-attn-services is 3, the file has 2 [[cpu_attn]]"),
+            ('[cpu_attn]\nlisten = "unix:/a"\n', 2, "cpu_attn.listen is the address of one"),
+            ("[cpu_attn]\nkv_bytes = 0\n", 2, "cpu_attn.kv_bytes has nothing to share out: 0"),
+        ],
+    )
+    def test_services_that_cannot_be_had(self, tmp_path: Path, text: str, number: int, message: str) -> None:
+        file = tmp_path / "neoflex.toml"
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            divide_cpu_attn(effective_config(file, {}), number)
+
+    def test_an_option_does_not_say_which_of_several_services_it_is_for(self, tmp_path: Path) -> None:
+        file = tmp_path / "neoflex.toml"
+        file.write_text("[[cpu_attn]]\n[[cpu_attn]]\n")
+        with pytest.raises(ConfigError, match=r"--cpu-threads: .* has several \[\[cpu_attn\]\]; set it there"):
+            effective_config(file, {("cpu_attn", "num_threads"): 2})
+        file.write_text("[[cpu_attn]]\n")
+        assert effective_config(file, {("cpu_attn", "num_threads"): 2}).cpu_attn[0].num_threads == 2
 
     def test_an_option_and_the_file_are_told_apart(self, tmp_path: Path) -> None:
         file = tmp_path / "neoflex.toml"

@@ -21,7 +21,7 @@ from neoflex import (
     UnavailableError,
     Usage,
 )
-from neoflex.types import ClassLoad, Counters, Load, ModelInfo, PositionLogprobs, ServiceClass, TokenLogprob
+from neoflex.types import ClassLoad, Counters, HostPool, Load, ModelInfo, PositionLogprobs, ServiceClass, TokenLogprob
 from neoflex.v1 import inference_pb2 as pb
 
 LOGPROBS = PositionLogprobs(TokenLogprob(7, -1.5), (TokenLogprob(9, -0.25),))
@@ -253,10 +253,12 @@ def test_the_small_calls(client: Client) -> None:
     assert client.tokenize(messages=[Message("u", "hi")]) == tuple(map(ord, "<u>hi"))
     assert client.detokenize([104, 105]) == "hi"
     assert client.model_info() == ModelInfo("tiny", "llama", 100, 2048, (2, 3), 135_000_000, "fp32", "fp16", "int8")
-    assert client.load() == Load(1, 2, 1024, 3, 64, 5, 128, (ClassLoad("chat", 0, 2), ClassLoad("default", 1, 0)))
+    classes = ClassLoad("chat", 0, 2), ClassLoad("default", 1, 0)
+    assert client.load() == Load(1, 2, 1024, 3, 64, 5, 128, classes, (5, 0))
     info = client.server_info()
     assert (info.version, info.uptime_s, info.block_bytes, info.host_blocks) == ("0.1.0", 12.5, 2**20, 128)
     assert info.host_block_bytes == 2**19
+    assert info.host_pools == (HostPool(128, 2, 1, 4, ""), HostPool(0, 0, 0, 0, "nothing answers at unix:/x"))
     assert (info.counters.gpu_only_iterations, info.counters.cpu_attended_tokens) == (40, 1234)
     assert info.service_classes == (
         ServiceClass("chat", False, 0.5, 0.05, 5, 2.5, True, 40, 3, 1200),

@@ -13,7 +13,7 @@ def test_inner_services_get_sockets_unless_they_have_an_address(tmp_path: Path) 
     placed = place(config, tmp_path)
     assert placed.planner.listen == "unix:/p.sock"
     assert placed.gpu.listen == "127.0.0.1:7"
-    assert placed.cpu_attn.listen == f"unix:{tmp_path}/cpu_attn.sock"
+    assert placed.cpu_attn[0].listen == f"unix:{tmp_path}/cpu_attn.sock"
     assert place(placed, Path("/elsewhere")) == placed
 
 
@@ -42,7 +42,7 @@ def test_a_port_that_is_none_is_refused(port: str, tmp_path: Path) -> None:
 def test_sockets_need_a_short_path(num_bytes: int, fits: bool) -> None:
     directory = "/" + "ü" * ((num_bytes - len("//cpu_attn.sock")) // 2)
     directory += "x" * (num_bytes - len(f"{directory}/cpu_attn.sock".encode()))
-    assert socket_fits(Path(directory)) is fits
+    assert socket_fits(Config(), Path(directory)) is fits
 
 
 def test_the_file_says_what_the_values_say(tmp_path: Path) -> None:
@@ -65,3 +65,13 @@ def test_the_file_holds_the_service_classes(tmp_path: Path) -> None:
     path = tmp_path / "config.toml"
     path.write_text(to_toml(config))
     assert load(path) == config
+
+
+def test_each_service_of_attention_gets_a_socket(tmp_path: Path) -> None:
+    config = parse({"planner": {"listen": "unix:/p"}, "cpu_attn": [{"kv_bytes": "1MiB"}, {"listen": "unix:/b"}]}, "t")
+    placed = place(config, tmp_path)
+    assert [service.listen for service in placed.cpu_attn] == [f"unix:{tmp_path}/cpu_attn-0.sock", "unix:/b"]
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(placed))
+    assert load(path) == placed
+    assert path.read_text().count("[[cpu_attn]]\n") == 2

@@ -76,7 +76,7 @@ def test_the_run_directory_is_private_and_says_what_runs(bench: Bench) -> None:
         assert stat.S_IMODE(bench.run_dir.stat().st_mode) == 0o700
         assert config.load(bench.run_dir / "config.toml") == stack.config
         assert stack.config.gpu.listen == f"unix:{bench.run_dir}/gpu.sock"
-        assert stack.config.cpu_attn.listen == f"unix:{bench.run_dir}/cpu_attn.sock"
+        assert stack.config.cpu_attn[0].listen == f"unix:{bench.run_dir}/cpu_attn.sock"
         other = stand_in_stack(bench.run_dir, bench.diary, bench.listen)
         with pytest.raises(StackError, match="another stack runs in"):
             other.start()
@@ -248,3 +248,13 @@ def output(bench: Bench) -> str:
 
 def children_of(pid: int) -> list[int]:
     return [child.pid for child in psutil.Process(pid).children()]
+
+
+def test_each_service_of_attention_is_a_child(bench: Bench) -> None:
+    config_of_two = config.parse({"planner": {"listen": bench.listen}, "cpu_attn": [{}, {}]}, "test")
+    argv = (sys.executable, "-c", "import time; time.sleep(600)")
+    commands = dict.fromkeys(("cpu_attn_svc-0", "cpu_attn_svc-1", "gpu_svc", "planner_svc"), argv)
+    with LocalStack(config_of_two, bench.run_dir, argv=commands) as stack:
+        until(lambda: len(stack.pids) == 4)
+        assert set(stack.pids) == set(commands)
+        assert stack._services()["cpu_attn_svc-1"] == ("cpu_attn_svc", ("--index", "1"))

@@ -19,25 +19,26 @@ async def start_rig() -> AsyncIterator[StartRig]:
 
     async def start(
         executor: FakeExecutor | None = None,
-        host: FakeHost | None = None,
+        host: FakeHost | list[FakeHost] | None = None,
         ready: bool = True,
         model: ServedModel = MODEL,
         cpu_attn: dict[str, object] | None = None,
         **planner: object,
     ) -> Rig:
         executor = executor or FakeExecutor()
-        executor.host = host
+        hosts = host if isinstance(host, list) else [host] if host else []
+        executor.hosts = hosts
         config = parse(
             {
                 "planner": {"listen": "127.0.0.1:0", **planner},
                 "gpu": {"listen": await executor.start()},
-                "cpu_attn": {"listen": await host.start(), **(cpu_attn or {})} if host else {"kv_bytes": 0},
+                "cpu_attn": [{"listen": await item.start(), **(cpu_attn or {})} for item in hosts] or {"kv_bytes": 0},
             },
             "test",
         )
         server = PlannerServer(config, model)
         await server.start()
-        rig = Rig(server, executor, host, grpc.aio.insecure_channel(server.address))
+        rig = Rig(server, executor, hosts, grpc.aio.insecure_channel(server.address))
         rigs.append(rig)
         if ready:
             await rig.until_ready()
@@ -48,6 +49,7 @@ async def start_rig() -> AsyncIterator[StartRig]:
         await rig.channel.close()
         await rig.server.stop(0)
         await rig.executor.kill()
-        if rig.host and rig.host.alive:
-            await rig.host.kill()
+        for item in rig.hosts:
+            if item.alive:
+                await item.kill()
         assert rig.executor.problems == []

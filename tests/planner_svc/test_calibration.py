@@ -7,11 +7,11 @@ import pytest
 
 from planner_svc.estimator import (
     EMPTY_LOAD,
-    NO_COHORT,
     Calibration,
     CohortLoad,
     DecodePoint,
     HardwareSpec,
+    IterationLoad,
     LinearPoint,
     ModelFigures,
     OperationTables,
@@ -54,7 +54,7 @@ MODEL = ModelFigures(4, 1024, 2816, 16, 4, 64, 32000)
 PARTS = ("weights", "tokens", "prefill", "gpu_decode", "overhead", "cpu_decode", "head", "swap")
 
 
-def questions(seed, with_cpu=True):
+def loads(seed, with_cpu=True):
     """Loads of all kinds, as they come while serving."""
     generator = random.Random(seed)
     while True:
@@ -66,13 +66,13 @@ def questions(seed, with_cpu=True):
         second = SubBatchLoad(num_cpu_decodes=5, cpu_context_tokens=1000, num_outputs=5)
         is_split = with_cpu and generator.random() < 0.5
         swap_bytes = generator.choice((0, 10**7))
-        yield first, second if is_split else EMPTY_LOAD, swap_bytes, 0, NO_COHORT
+        yield IterationLoad(first, second if is_split else EMPTY_LOAD, swap_bytes)
 
 
-def observe(calibration, truth, question, mode=Mode.ASYMMETRIC):
+def observe(calibration, truth, load, mode=Mode.ASYMMETRIC):
     """What an executor of this truth would report."""
-    total_s, terms = truth.iteration_s(*question), truth.terms(*question)
-    calibration.observe(mode, question, timings_of(total_s, terms))
+    total_s, terms = truth.iteration_s(load), truth.terms(load)
+    calibration.observe(mode, load, timings_of(total_s, terms))
 
 
 @pytest.mark.parametrize("name", PARTS)
@@ -81,18 +81,18 @@ def test_the_part_that_is_wrong_finds_its_factor(name, factor):
     calibration = Calibration(BELIEVED)
     factors = replace(calibration._factors, **{name: factor})
     truth = BELIEVED.calibrated(factors)
-    for question, _ in zip(questions(1), range(150), strict=False):
-        observe(calibration, truth, question)
-    for question, _ in zip(questions(2), range(50), strict=False):
-        predicted_s = calibration.estimator.iteration_s(*question) * calibration.factor(Mode.ASYMMETRIC)
-        assert predicted_s == pytest.approx(truth.iteration_s(*question), rel=0.03)
+    for load, _ in zip(loads(1), range(150), strict=False):
+        observe(calibration, truth, load)
+    for load, _ in zip(loads(2), range(50), strict=False):
+        predicted_s = calibration.estimator.iteration_s(load) * calibration.factor(Mode.ASYMMETRIC)
+        assert predicted_s == pytest.approx(truth.iteration_s(load), rel=0.03)
     assert getattr(calibration._factors, name) == pytest.approx(factor, rel=0.1)
 
 
 def test_work_that_slows_beside_the_cpu_is_told_from_slow_work():
     calibration = Calibration(BELIEVED)
     truth = BELIEVED.calibrated(replace(calibration._factors, contention=0.3))
-    alone, both = questions(1, with_cpu=False), questions(2)
+    alone, both = loads(1, with_cpu=False), loads(2)
     for _ in range(100):
         observe(calibration, truth, next(alone), Mode.GPU_ONLY)
         observe(calibration, truth, next(both))
@@ -105,7 +105,7 @@ def test_a_cohort_counts_with_the_layers_it_ran():
     truth = BELIEVED.calibrated(replace(calibration._factors, cpu_decode=1.6))
     load = SubBatchLoad(num_gpu_decodes=8, gpu_context_tokens=800, num_outputs=8)
     for _ in range(30):
-        observe(calibration, truth, (load, EMPTY_LOAD, 0, 0, CohortLoad(6, 3000, 2, 0)), Mode.DECOUPLED)
+        observe(calibration, truth, IterationLoad(load, cohort=CohortLoad(6, 3000, 2, 0)), Mode.DECOUPLED)
     assert calibration._factors.cpu_decode == pytest.approx(1.6, rel=0.02)
     assert calibration._factors.weights == pytest.approx(1.0, rel=0.02)
     assert calibration.factor(Mode.DECOUPLED) == pytest.approx(1.0, rel=0.02)
@@ -118,7 +118,7 @@ def test_the_knee_of_the_linear_operations_is_found():
     generator = random.Random(0)
     for _ in range(100):
         load = SubBatchLoad(((generator.randint(1, 500), 0),), 4, 400, num_outputs=5)
-        observe(calibration, slow, (load, EMPTY_LOAD, 0, 0, NO_COHORT), Mode.GPU_ONLY)
+        observe(calibration, slow, IterationLoad(load), Mode.GPU_ONLY)
     for num_tokens in (1, 50, 100, 200, 400):
         expected_s = slow.linear_s(num_tokens)
         assert calibration.estimator.linear_s(num_tokens) == pytest.approx(expected_s, rel=0.02)
@@ -129,7 +129,7 @@ def test_a_swap_that_outlasts_the_layers_tells_of_the_link():
     calibration = Calibration(RooflineEstimator(HARDWARE, MODEL))
     load = SubBatchLoad(num_gpu_decodes=1, gpu_context_tokens=10, num_outputs=1)
     for _ in range(30):
-        observe(calibration, slow, (load, EMPTY_LOAD, 10**9, 0, NO_COHORT), Mode.GPU_ONLY)
+        observe(calibration, slow, IterationLoad(load, swap_out_bytes=10**9), Mode.GPU_ONLY)
     assert calibration._factors.swap == pytest.approx(2.0, rel=0.02)
     assert calibration._factors.weights == pytest.approx(1.0, rel=0.02)
 
@@ -168,11 +168,11 @@ def test_noise_averages_out():
 def test_what_the_parts_miss_in_a_mode_stays_with_that_mode():
     """All parts are right, and yet it takes half again as long: waits that no part explains."""
     calibration = Calibration(BELIEVED)
-    for question, _ in zip(questions(3), range(60), strict=False):
-        total_s, terms = BELIEVED.iteration_s(*question), BELIEVED.terms(*question)
+    for load, _ in zip(loads(3), range(60), strict=False):
+        total_s, terms = BELIEVED.iteration_s(load), BELIEVED.terms(load)
         late_s = terms.cpu_wait_s + 0.5 * total_s
         timings = replace(timings_of(total_s, terms), total_ns=round(1.5e9 * total_s), cpu_wait_ns=round(1e9 * late_s))
-        calibration.observe(Mode.ASYMMETRIC, question, timings)
+        calibration.observe(Mode.ASYMMETRIC, load, timings)
     assert calibration.factor(Mode.ASYMMETRIC) == pytest.approx(1.5, rel=0.03)
     assert calibration.factor(Mode.GPU_ONLY) == 1.0
 
@@ -185,6 +185,6 @@ def test_an_iteration_without_times_or_without_work_says_nothing(load, timings):
     empty = replace(TABLES, linear=(), prefill=(), gpu_decode=(), cpu_decode=(), head=(), iteration_s=0.0)
     for estimator in (BELIEVED,) if load.num_tokens else (TableEstimator(empty, 4),):
         calibration = Calibration(estimator)
-        calibration.observe(Mode.GPU_ONLY, (load, EMPTY_LOAD, 0, 0, NO_COHORT), timings)
+        calibration.observe(Mode.GPU_ONLY, IterationLoad(load), timings)
         assert calibration.factor(Mode.GPU_ONLY) == 1.0
         assert calibration._factors == Calibration(estimator)._factors

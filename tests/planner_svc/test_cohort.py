@@ -3,7 +3,7 @@
 import pytest
 from support.planning import Loop, make_capacity, make_estimator
 
-from planner_svc.estimator import CohortLoad, HardwareSpec, ModelFigures, RooflineEstimator, SubBatchLoad
+from planner_svc.estimator import CohortLoad, HardwareSpec, IterationLoad, ModelFigures, RooflineEstimator, SubBatchLoad
 from planner_svc.estimator.estimator import hidden_cohort_layers
 from planner_svc.scheduler import SequenceRequest, Targets
 from svc_common.plan import CohortStep, IterationPlan, Mode, Sampling, SubBatch
@@ -38,14 +38,16 @@ def test_a_hidden_cohort_costs_its_linear_operations():
     num_hidden = hidden_cohort_layers(8, layer_s, attention_s)
     assert num_hidden == pytest.approx(8 * layer_s / (attention_s + layer_s / 2))
     assert 2 < num_hidden < 8
-    alone_s = ESTIMATOR.iteration_s(BATCH)
+    alone_s = ESTIMATOR.iteration_s(IterationLoad(BATCH))
     for num_layers in range(1, int(num_hidden) + 1):
-        beside_s = ESTIMATOR.iteration_s(BATCH, cohort=CohortLoad(5, 300, num_layers))
+        beside_s = ESTIMATOR.iteration_s(IterationLoad(BATCH, cohort=CohortLoad(5, 300, num_layers)))
         assert beside_s == pytest.approx(alone_s + num_layers * linear_s)
     longer = int(num_hidden) + 1
     tau_s = attention_s + linear_s + layer_s / 2
     over_s = longer * tau_s - 8 * layer_s
-    assert ESTIMATOR.iteration_s(BATCH, cohort=CohortLoad(5, 300, longer)) == pytest.approx(alone_s + over_s)
+    assert ESTIMATOR.iteration_s(IterationLoad(BATCH, cohort=CohortLoad(5, 300, longer))) == pytest.approx(
+        alone_s + over_s
+    )
 
 
 def test_the_mean_pass_of_the_simulation_spec():
@@ -60,10 +62,12 @@ def test_the_mean_pass_of_the_simulation_spec():
 def test_a_cohort_beside_no_batch_and_its_head():
     load = CohortLoad(5, 300, 8, num_outputs=5)
     layers_s = 8 * (ESTIMATOR.cpu_decode_s(5, 300) + ESTIMATOR.linear_s(5))
-    assert ESTIMATOR.iteration_s(SubBatchLoad(), cohort=load) == pytest.approx(layers_s + ESTIMATOR.head_s(5) + 3e-4)
-    timeline = ESTIMATOR.timeline(BATCH, cohort=CohortLoad(5, 300, 2))
+    assert ESTIMATOR.iteration_s(IterationLoad(SubBatchLoad(), cohort=load)) == pytest.approx(
+        layers_s + ESTIMATOR.head_s(5) + 3e-4
+    )
+    timeline = ESTIMATOR.timeline(IterationLoad(BATCH, cohort=CohortLoad(5, 300, 2)))
     assert timeline.cpu_s == pytest.approx(2 * ESTIMATOR.cpu_decode_s(5, 300))
-    assert timeline.gpu_s == pytest.approx(ESTIMATOR.timeline(BATCH).gpu_s + 2 * ESTIMATOR.linear_s(5))
+    assert timeline.gpu_s == pytest.approx(ESTIMATOR.timeline(IterationLoad(BATCH)).gpu_s + 2 * ESTIMATOR.linear_s(5))
 
 
 def test_tables_give_each_layer_of_the_cohort_its_share_of_the_batch():
@@ -76,8 +80,8 @@ def test_tables_give_each_layer_of_the_cohort_its_share_of_the_batch():
     cohort = CohortLoad(1, context, 2)
     assert estimator.cpu_decode_s(1, context) == pytest.approx(context * 1e-4)
     expected_s = 2 * estimator.linear_s(1) + 3 * layer_s + max(context * 1e-4, 2 * layer_s)
-    fixed_s = estimator.iteration_s(batch) - 5 * layer_s
-    assert estimator.iteration_s(batch, cohort=cohort) == pytest.approx(expected_s + fixed_s)
+    fixed_s = estimator.iteration_s(IterationLoad(batch)) - 5 * layer_s
+    assert estimator.iteration_s(IterationLoad(batch, cohort=cohort)) == pytest.approx(expected_s + fixed_s)
 
 
 def test_a_step_goes_through_all_layers_and_yields_its_tokens_last():
@@ -133,7 +137,7 @@ def test_a_new_epoch_forgets_the_step():
     loop = make_loop()
     loop.step()
     loop.cancel(2)
-    loop.reset(lose_host=False)
+    loop.reset()
     plan = loop.step()
     assert plan.cohort is None
     assert [new.sequence_id for new in plan.new_sequences] == [1, 3, 4]

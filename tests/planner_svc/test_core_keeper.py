@@ -19,6 +19,7 @@ from svc_common.plan import (
     IterationPlan,
     IterationResult,
     Mode,
+    PoolWork,
     PrefillChunk,
     SubBatch,
     Timings,
@@ -33,7 +34,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looks at the service are frequent, and each decides."""
     monkeypatch.setattr(cores, "_WINDOW_S", 0.0)
     monkeypatch.setattr(cores, "_IDLE_S", 0.5)
-    monkeypatch.setattr(executor_loop, "_PROBE_EVERY_S", 0.05)
+    monkeypatch.setattr(executor_loop, "PROBE_EVERY_S", 0.05)
 
 
 def host_only(threads_needed: int) -> FakeExecutor:
@@ -81,7 +82,7 @@ async def test_threads_follow_the_load_and_are_told(start_rig: StartRig, caplog:
     info = await info_of(rig)
     assert (info.cpu_attention_min_threads, info.cpu_attention_max_threads) == (1, 4)
     assert (info.counters.cpu_threads_grown, info.counters.cpu_threads_shrunk) == (2, 0)
-    assert "CPU attention threads: 1 -> 2: the executor waits 67% of its time" in caplog.text
+    assert "CPU attention threads of pool 0: 1 -> 2: the executor waits 67% of its time" in caplog.text
     await load.end()
     await rig.until(tells(rig, 1))
     info = await info_of(rig)
@@ -109,7 +110,7 @@ async def test_a_refusal_is_no_more_than_that(start_rig: StartRig, caplog: pytes
     rig = await start_rig(host_only(threads_needed=2), host, cpu_attn=ELASTIC, mode="asymmetric")
     load = Load(rig)
     await rig.until(lambda: len(host.set_threads) >= 2)
-    assert "CPU attention threads: not set to 2: INTERNAL: not now" in caplog.text
+    assert "CPU attention threads of pool 0: not set to 2: INTERNAL: not now" in caplog.text
     assert (await info_of(rig)).counters.cpu_threads_grown == 0
     host.keeps_threads = False
     await rig.until(tells(rig, 2))
@@ -130,7 +131,7 @@ async def test_a_service_that_does_not_answer_holds_up_nobody(
     assert len((await rig.stub.Generate(request("abc", max_tokens=3))).token_ids) == 3
     assert "CPU attention threads" not in caplog.text  # It is still being waited for.
     await rig.until(tells(rig, 2))
-    assert "CPU attention threads: not set to 2: DEADLINE_EXCEEDED" in caplog.text
+    assert "CPU attention threads of pool 0: not set to 2: DEADLINE_EXCEEDED" in caplog.text
     assert (await info_of(rig)).counters.cpu_threads_grown == 1
     await load.end()
 
@@ -171,15 +172,33 @@ def test_what_a_plan_leaves_out_is_told_with_its_result() -> None:
 
     keeper = CoreKeeper(Listener(None), Counters())
     batches = (SubBatch(prefills=(PrefillChunk(9, 0, 4),), cpu_decodes=(1, 2)), SubBatch(cpu_decodes=(3,)))
-    keeper.planned(IterationPlan(1, 1, Mode.ASYMMETRIC, sub_batches=batches), num_on_host=7)
-    keeper.planned(IterationPlan(1, 2, Mode.DECOUPLED, cohort=CohortStep((1, 2), 0, 3)), num_on_host=6)
+    keeper.planned(IterationPlan(1, 1, Mode.ASYMMETRIC, sub_batches=batches), num_in_pool=7)
+    keeper.planned(IterationPlan(1, 2, Mode.DECOUPLED, cohort=CohortStep((1, 2), 0, 3)), num_in_pool=6)
     timings = Timings(total_ns=4_000_000_000, cpu_wait_ns=1_000_000_000, cpu_attention_ns=3_000_000_000)
     keeper.observe(IterationResult(1, 1, timings=timings, cpu_attended_tokens=50))
     keeper.observe(IterationResult(1, 2, timings=timings, cpu_attended_tokens=60))
     assert seen == [Sample(4.0, 1.0, 3.0, 50, 3, 3), Sample(4.0, 1.0, 3.0, 60, 2, 4)]
     # An epoch that ends leaves plans without results.
-    keeper.planned(IterationPlan(1, 3, Mode.GPU_ONLY), num_on_host=5)
+    keeper.planned(IterationPlan(1, 3, Mode.GPU_ONLY), num_in_pool=5)
     keeper.begin_epoch()
-    keeper.planned(IterationPlan(2, 1, Mode.GPU_ONLY), num_on_host=1)
+    keeper.planned(IterationPlan(2, 1, Mode.GPU_ONLY), num_in_pool=1)
     keeper.observe(IterationResult(2, 1))
     assert seen[2] == Sample(0.0, 0.0, 0.0, 0, 0, 1)
+
+
+def test_each_pool_is_judged_by_its_own_work() -> None:
+    """The first attends for 3 s, of which 2 are waited for; the second's 2 s would have been waited for 1 s alone."""
+    seen: list[Sample] = []
+
+    class Listener(cores.CoreController):
+        def observe(self, sample: Sample, now: float) -> None:
+            seen.append(sample)
+
+    keepers = [CoreKeeper(Listener(None), Counters(), pool) for pool in (0, 1)]
+    plan = IterationPlan(1, 1, Mode.SAME_LAYER, sub_batches=(SubBatch(cpu_decodes=(1, 2, 3)),), pool_decodes=(2, 1))
+    work = (PoolWork(3_000_000_000, 50), PoolWork(2_000_000_000, 20))
+    timings = Timings(total_ns=4_000_000_000, cpu_wait_ns=2_000_000_000, cpu_attention_ns=5_000_000_000)
+    for keeper, num_in_pool in zip(keepers, (3, 1), strict=True):
+        keeper.planned(plan, num_in_pool=num_in_pool)
+        keeper.observe(IterationResult(1, 1, timings=timings, cpu_attended_tokens=70, pool_work=work))
+    assert seen == [Sample(4.0, 2.0, 3.0, 50, 2, 1), Sample(4.0, 1.0, 2.0, 20, 1, 0)]

@@ -5,11 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner_svc.estimator import (
-    EMPTY_LOAD,
-    NO_COHORT,
     CohortLoad,
     DecodePoint,
     Factors,
+    IterationLoad,
     LinearPoint,
     OperationTables,
     PrefillPoint,
@@ -129,17 +128,17 @@ def test_no_work_takes_no_time():
         estimator.swap_s(0),
     )
     assert operations == (0.0,) * 6
-    assert estimator.iteration_s(SubBatchLoad()) == pytest.approx(5e-4)
+    assert estimator.iteration_s(IterationLoad(SubBatchLoad())) == pytest.approx(5e-4)
 
 
 def test_gpu_only_iteration():
     estimator = TableEstimator(tables(), num_layers=4)
     load = SubBatchLoad(prefill_chunks=((50, 0), (46, 100)), num_gpu_decodes=4, gpu_context_tokens=400, num_outputs=6)
     layer_s = 2e-3 + 50e-6 + 46e-6 * 101 + 4e-4
-    assert estimator.iteration_s(load) == pytest.approx(4 * layer_s + 1.5e-3 + 5e-4)
-    assert estimator.iteration_s(load, swap_out_bytes=6 * 10**5, swap_in_bytes=4 * 10**5) == pytest.approx(
-        4 * layer_s + 1.5e-3 + 5e-4 + 1e-3
-    )
+    assert estimator.iteration_s(IterationLoad(load)) == pytest.approx(4 * layer_s + 1.5e-3 + 5e-4)
+    assert estimator.iteration_s(
+        IterationLoad(load, swap_out_bytes=6 * 10**5, swap_in_bytes=4 * 10**5)
+    ) == pytest.approx(4 * layer_s + 1.5e-3 + 5e-4 + 1e-3)
 
 
 def test_one_batch_with_cpu_decodes_runs_both_attentions_side_by_side():
@@ -147,7 +146,7 @@ def test_one_batch_with_cpu_decodes_runs_both_attentions_side_by_side():
     load = SubBatchLoad(
         num_gpu_decodes=4, gpu_context_tokens=400, num_cpu_decodes=2, cpu_context_tokens=200, num_outputs=6
     )
-    assert estimator.iteration_s(load) == pytest.approx(4 * (2e-3 + max(4e-4, 2e-3)) + 1.5e-3 + 5e-4)
+    assert estimator.iteration_s(IterationLoad(load)) == pytest.approx(4 * (2e-3 + max(4e-4, 2e-3)) + 1.5e-3 + 5e-4)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +169,7 @@ def test_two_sub_batches(cpu_context_0, cpu_context_1, layer_s):
         num_outputs=5,
     )
     second = SubBatchLoad(num_cpu_decodes=1, cpu_context_tokens=cpu_context_1, num_outputs=1)
-    assert estimator.iteration_s(first, second) == pytest.approx(4 * layer_s + 1.5e-3 + 5e-4)
+    assert estimator.iteration_s(IterationLoad(first, second)) == pytest.approx(4 * layer_s + 1.5e-3 + 5e-4)
 
 
 def test_trips_to_the_cpu_cost_copies_on_the_gpu_side_and_signals_on_the_way():
@@ -178,8 +177,8 @@ def test_trips_to_the_cpu_cost_copies_on_the_gpu_side_and_signals_on_the_way():
     estimator = TableEstimator(tables(cpu_copy=points, cpu_signal_s=3e-5), num_layers=4)
     assert estimator.cpu_decode_s(2, 200) == pytest.approx(2e-3 + 3e-5)
     load = SubBatchLoad(num_cpu_decodes=3, cpu_context_tokens=300, num_outputs=3)
-    assert estimator.iteration_s(load) == pytest.approx(4 * (2e-3 + 2e-4 + 3e-3 + 3e-5) + 1.2e-3 + 5e-4)
-    terms = estimator.terms(load)
+    assert estimator.iteration_s(IterationLoad(load)) == pytest.approx(4 * (2e-3 + 2e-4 + 3e-3 + 3e-5) + 1.2e-3 + 5e-4)
+    terms = estimator.terms(IterationLoad(load))
     assert terms.overhead_s == pytest.approx(4 * 2e-4 + 5e-4)
     assert terms.cpu_decode_s == pytest.approx(4 * 3e-3)
     assert terms.cpu_wait_s == pytest.approx(4 * (3e-3 + 3e-5))
@@ -190,31 +189,34 @@ SECOND = SubBatchLoad(num_cpu_decodes=2, cpu_context_tokens=700, num_outputs=2)
 
 
 @pytest.mark.parametrize(
-    "question",
+    "load",
     [
-        (FIRST, EMPTY_LOAD, 10**6, 0, NO_COHORT),
-        (FIRST, SECOND, 0, 10**6, NO_COHORT),
-        (SubBatchLoad(((50, 0),), 4, 400, num_outputs=4), EMPTY_LOAD, 0, 0, CohortLoad(5, 900, 3, 0)),
-        (EMPTY_LOAD, EMPTY_LOAD, 0, 0, CohortLoad(5, 900, 4, 5)),
+        IterationLoad(FIRST, swap_out_bytes=10**6),
+        IterationLoad(FIRST, SECOND, swap_in_bytes=10**6),
+        IterationLoad(SubBatchLoad(((50, 0),), 4, 400, num_outputs=4), cohort=CohortLoad(5, 900, 3, 0)),
+        IterationLoad(cohort=CohortLoad(5, 900, 4, 5)),
     ],
 )
-def test_terms_add_up_and_follow_their_factors(question):
+def test_terms_add_up_and_follow_their_factors(load):
     factors = Factors(*(1.0 + i / 10 for i in range(5)), contention=0.5, cpu_decode=1.7, head=1.8, swap=1.9)
     for estimator in (TableEstimator(tables(), 4), TableEstimator(tables(), 4).calibrated(factors)):
-        terms = estimator.terms(*question)
+        terms = estimator.terms(load)
         gpu_s = terms.weights_s + terms.tokens_s + terms.prefill_s + terms.gpu_decode_s + terms.overhead_s
         gpu_s += estimator._factors.contention * terms.overlap_s
         total_s = gpu_s + terms.cpu_wait_s + terms.head_s + terms.swap_s
-        assert estimator.iteration_s(*question) == pytest.approx(total_s)
-    plain = TableEstimator(tables(), 4).terms(*question)
+        assert estimator.iteration_s(load) == pytest.approx(total_s)
+    plain = TableEstimator(tables(), 4).terms(load)
     for name in ("weights", "tokens", "prefill", "gpu_decode", "overhead", "cpu_decode", "head", "swap"):
         assert getattr(terms, f"{name}_s") == pytest.approx(getattr(factors, name) * getattr(plain, f"{name}_s"))
 
 
 def test_timeline_of_measured_operations():
     estimator = TableEstimator(tables(), num_layers=4)
-    timeline, terms = estimator.timeline(FIRST, SECOND, 10**6, 10**5), estimator.terms(FIRST, SECOND)
-    assert timeline.total_s == estimator.iteration_s(FIRST, SECOND, 10**6, 10**5)
+    timeline, terms = (
+        estimator.timeline(IterationLoad(FIRST, SECOND, 10**6, 10**5)),
+        estimator.terms(IterationLoad(FIRST, SECOND)),
+    )
+    assert timeline.total_s == estimator.iteration_s(IterationLoad(FIRST, SECOND, 10**6, 10**5))
     gpu_s = terms.weights_s + terms.tokens_s + terms.prefill_s + terms.gpu_decode_s + terms.head_s
     assert (timeline.gpu_s, timeline.cpu_s) == pytest.approx((gpu_s, terms.cpu_decode_s))
     assert (timeline.link_out_s, timeline.link_in_s) == pytest.approx((1e-3, 1e-4))

@@ -99,7 +99,7 @@ async def test_epochs_say_what_the_planner_keeps_to_and_grow_over_restarts(start
     assert rig.executor.epochs[1].epoch == opened.epoch + 1
 
 
-async def test_losing_cpu_attention_ends_its_requests_and_the_others_go_on(start_rig: StartRig) -> None:
+async def test_losing_cpu_attention_ends_what_fits_nowhere_else_and_all_others_go_on(start_rig: StartRig) -> None:
     rig = await start_rig(two_tiers(), FakeHost())
     on_gpu = rig.stub.GenerateStream(streaming(request("the", max_tokens=25)))
     assert list((await first_delta(on_gpu)).token_ids) == answer_of(rig, "the", 1)
@@ -263,3 +263,37 @@ async def test_an_attachment_that_keeps_failing_is_tried_ever_less_often(start_r
     # Further ones come 1 s, 2 s, 4 s ... apart.
     assert 1 <= len(rig.executor.epochs) - 2 <= 2
     assert len((await rig.stub.Generate(request("the", max_tokens=3))).token_ids) == 3
+
+
+async def test_one_of_two_services_is_lost_and_all_streams_go_on(start_rig: StartRig) -> None:
+    """Nothing fits on the GPU; what lay in the lost pool is computed again in the other."""
+    executor = FakeExecutor(gpu_blocks=0, host_blocks=60, iteration_s=0.02)
+    rig = await start_rig(executor, [FakeHost(), FakeHost()], mode="asymmetric")
+    texts = ("the", "abc", "of", "in")
+    streams = [rig.stub.GenerateStream(streaming(request(text, max_tokens=40))) for text in texts]
+    got = [list((await first_delta(stream)).token_ids) for stream in streams]
+    info = await rig.stub.GetServerInfo(pb.GetServerInfoRequest())
+    assert [(pool.num_blocks, pool.num_threads, pool.error) for pool in info.host_pools] == [(60, 1, ""), (60, 1, "")]
+    used = list((await rig.load()).host_pool_blocks_used)
+    assert min(used) > 0
+    await rig.hosts[1].kill()
+    for text, tokens, rest in zip(texts, got, await asyncio.gather(*map(collect, streams)), strict=True):
+        assert tokens + tokens_of(rest) == answer_of(rig, text, 40)
+        assert rest[-1].finished.usage.recomputations == 1
+    info = await rig.stub.GetServerInfo(pb.GetServerInfoRequest())
+    assert [(pool.num_blocks, pool.error) for pool in info.host_pools] == [(60, ""), (0, "nobody there")]
+    assert info.host_blocks == 60
+    await rig.hosts[1].start()
+    await rig.until(has_host_blocks(rig, 120))
+    assert len((await rig.stub.Generate(request(max_tokens=3))).token_ids) == 3
+
+
+async def test_a_service_that_restarts_before_it_is_missed_loses_nothing(start_rig: StartRig) -> None:
+    executor = FakeExecutor(gpu_blocks=0, host_blocks=60, iteration_s=0.02)
+    rig = await start_rig(executor, [FakeHost(), FakeHost()], mode="asymmetric")
+    streams = [rig.stub.GenerateStream(streaming(request(text, max_tokens=40))) for text in ("the", "abc")]
+    got = [list((await first_delta(stream)).token_ids) for stream in streams]
+    rig.hosts[0].region_epoch = 0
+    for text, tokens, rest in zip(("the", "abc"), got, await asyncio.gather(*map(collect, streams)), strict=True):
+        assert tokens + tokens_of(rest) == answer_of(rig, text, 40)
+    assert await host_blocks(rig) == 120

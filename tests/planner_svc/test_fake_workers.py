@@ -17,7 +17,7 @@ class Executor:
     def __init__(self) -> None:
         self.host = FakeHost()
         self.host.alive, self.host.region_epoch = True, 1
-        self.fake = FakeExecutor(num_layers=3, host_blocks=8, host=self.host)
+        self.fake = FakeExecutor(num_layers=3, host_blocks=8, hosts=[self.host])
         self.fake.epochs.append(pb.OpenEpochRequest(epoch=1))
         self._iteration = 0
         for i, prompt in PROMPTS.items():

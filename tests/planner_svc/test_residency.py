@@ -59,7 +59,7 @@ def test_a_promised_host_block_is_neither_free_nor_used_until_it_is_given():
     residency = Residency(make_capacity(0, 4))
     sequence = admitted(residency, 1, 4, Tier.HOST)
     residency.take_changes()
-    residency.promise_host_block()
+    residency.promise_host_block(0)
     assert (residency.free(Tier.HOST), residency.used(Tier.HOST)) == (2, 1)
     residency.redeem_promises()
     residency.grow(sequence)

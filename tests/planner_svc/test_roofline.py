@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from planner_svc.estimator import HardwareSpec, ModelFigures, RooflineEstimator, SubBatchLoad, Timeline
+from planner_svc.estimator import HardwareSpec, IterationLoad, ModelFigures, RooflineEstimator, SubBatchLoad, Timeline
 from planner_svc.simulator.spec import parse_profile
 
 _PLACES = [folder / "shared" / "simulation" / "spec.json" for folder in Path(__file__).resolve().parents]
@@ -60,7 +60,7 @@ def test_one_batch_hides_the_shorter_attention():
     load = SubBatchLoad(((30, 0),), 2, 400, 3, 300, num_outputs=6)
     gpu_s = ESTIMATOR.prefill_s(30, 0) + ESTIMATOR.gpu_decode_s(2, 400)
     layer_s = ESTIMATOR.linear_s(35) + max(gpu_s, ESTIMATOR.cpu_decode_s(3, 300))
-    assert ESTIMATOR.iteration_s(load) == pytest.approx(2 * layer_s + ESTIMATOR.head_s(6) + 3e-4)
+    assert ESTIMATOR.iteration_s(IterationLoad(load)) == pytest.approx(2 * layer_s + ESTIMATOR.head_s(6) + 3e-4)
 
 
 def test_two_sub_batches_hide_each_others_attention_but_at_the_ends():
@@ -73,32 +73,32 @@ def test_two_sub_batches_hide_each_others_attention_but_at_the_ends():
     stages_s = max(linear0 + gpu1, cpu1) + max(linear1 + gpu0, cpu0)
     ends_s = linear0 / 2 + max(linear1 / 2 + gpu0, cpu0) + max(linear0 / 2 + gpu1, cpu1) + linear1 / 2
     expected_s = stages_s + ends_s + ESTIMATOR.head_s(8) + 3e-4
-    assert ESTIMATOR.iteration_s(first, second) == pytest.approx(expected_s)
+    assert ESTIMATOR.iteration_s(IterationLoad(first, second)) == pytest.approx(expected_s)
 
 
 def test_only_what_the_layers_do_not_hide_of_a_swap_counts():
     load = SubBatchLoad(num_gpu_decodes=1, gpu_context_tokens=10, num_outputs=1)
-    alone_s = ESTIMATOR.iteration_s(load)
+    alone_s = ESTIMATOR.iteration_s(IterationLoad(load))
     layers_s = alone_s - ESTIMATOR.head_s(1) - 3e-4
-    assert ESTIMATOR.iteration_s(load, swap_out_bytes=10, swap_in_bytes=20) == alone_s
+    assert ESTIMATOR.iteration_s(IterationLoad(load, swap_out_bytes=10, swap_in_bytes=20)) == alone_s
     # Both ways at once: the longer one counts.
-    swapping_s = ESTIMATOR.iteration_s(load, swap_out_bytes=10**6, swap_in_bytes=10**5)
+    swapping_s = ESTIMATOR.iteration_s(IterationLoad(load, swap_out_bytes=10**6, swap_in_bytes=10**5))
     assert swapping_s == pytest.approx(alone_s + 0.1 - layers_s)
 
 
 def test_prompts_of_host_sequences_use_the_link():
     load = SubBatchLoad(((10, 5000),), host_prefill_tokens=10, host_past_tokens=5000)
     fixed_s = ESTIMATOR.head_s(1) + 3e-4
-    assert ESTIMATOR.iteration_s(load) == pytest.approx(5000 * 400 / 1e7 + fixed_s)
+    assert ESTIMATOR.iteration_s(IterationLoad(load)) == pytest.approx(5000 * 400 / 1e7 + fixed_s)
 
 
 def test_timeline_of_an_iteration():
     first = SubBatchLoad(((30, 0),), 2, 400, 1, 10, num_outputs=4)
     second = SubBatchLoad(num_cpu_decodes=3, cpu_context_tokens=90, num_outputs=3)
-    timeline = ESTIMATOR.timeline(first, second, swap_out_bytes=1000, swap_in_bytes=500)
+    timeline = ESTIMATOR.timeline(IterationLoad(first, second, swap_out_bytes=1000, swap_in_bytes=500))
     gpu_layer_s = ESTIMATOR.linear_s(33) + ESTIMATOR.linear_s(3) + ESTIMATOR.prefill_s(30, 0)
     gpu_layer_s += ESTIMATOR.gpu_decode_s(2, 400)
-    assert timeline.total_s == ESTIMATOR.iteration_s(first, second, 1000, 500)
+    assert timeline.total_s == ESTIMATOR.iteration_s(IterationLoad(first, second, 1000, 500))
     assert timeline.gpu_s == pytest.approx(2 * gpu_layer_s + ESTIMATOR.head_s(7))
     assert timeline.cpu_s == pytest.approx(2 * (ESTIMATOR.cpu_decode_s(1, 10) + ESTIMATOR.cpu_decode_s(3, 90)))
     assert (timeline.link_out_s, timeline.link_in_s) == pytest.approx((1e-4, 5e-5))
@@ -114,7 +114,7 @@ def test_vectors_of_the_simulation_spec(name):
     estimator, vectors = profile.estimator, document["test_vectors"][name]
     single = SubBatchLoad(((400, 0),), 50, 800, num_outputs=51)  # S = 450
     # Of 52 items the head sees one more than the batch above.
-    single_s = estimator.iteration_s(single) - estimator.head_s(51) + estimator.head_s(52)
+    single_s = estimator.iteration_s(IterationLoad(single)) - estimator.head_s(51) + estimator.head_s(52)
     expected = {
         "lin_1": estimator.linear_s(1),
         "lin_64": estimator.linear_s(64),
@@ -130,5 +130,5 @@ def test_vectors_of_the_simulation_spec(name):
     # No batch has the sums of this vector (402 tokens pass the first's linear operations, the head sees 53 items).
     first = SubBatchLoad(((400, 0),), -8, 800, 10, 4000)
     second = SubBatchLoad(num_cpu_decodes=40, cpu_context_tokens=16000)
-    two_s = estimator.iteration_s(first, second, swap_out_bytes=400 * estimator.kv_bytes_per_token)
+    two_s = estimator.iteration_s(IterationLoad(first, second, swap_out_bytes=400 * estimator.kv_bytes_per_token))
     assert two_s - estimator.head_s(43) + estimator.head_s(53) == pytest.approx(vectors["two"], rel=1e-9)

@@ -144,7 +144,6 @@ def test_the_latest_on_a_full_gpu_is_swapped_out_and_decodes_on_the_cpu():
         swaps=(Swap(2, Tier.HOST, (0, 1)),),
         new_blocks=(NewBlocks(1, (4,)), NewBlocks(2, (2,))),
         sub_batches=(SubBatch(gpu_decodes=(1,)), SubBatch(cpu_decodes=(2,))),
-        host_blocks_used=3,
     )
     loop.run_until_idle()
     assert loop.scheduler.counters.swaps_out == 1
@@ -178,7 +177,6 @@ def test_a_sequence_on_the_host_comes_back_once_a_margin_stays_free():
     assert [(plan.iteration, plan.swaps[0].target) for plan in swapped_in] == [(9, Tier.GPU)]
     assert swapped_in[0].released == (1,)
     assert swapped_in[0].sub_batches == (SubBatch(gpu_decodes=(2,)),)
-    assert swapped_in[0].host_blocks_used == 0
     loop.run_until_idle()
     assert loop.scheduler.counters.recomputed_tokens == 0
 
@@ -365,7 +363,7 @@ def test_reset_recomputes_from_prompt_and_applied_tokens_in_order_of_arrival():
     loop.plan()
     loop.add(4, max_new_tokens=5)
     late = loop.executor.run(loop.unapplied.popleft())
-    assert loop.scheduler.reset(loop.capacity, FREE_CPU, epoch=2, lose_host=False) == ()
+    assert loop.scheduler.reset(loop.capacity, FREE_CPU, epoch=2) == ()
     assert (loop.scheduler.num_waiting, loop.scheduler.num_running, loop.scheduler.gpu_blocks_used) == (4, 0, 0)
     assert loop.scheduler.apply(late, now=0.0) == Applied()
     plan = loop.scheduler.plan(now=0.0)
@@ -380,14 +378,16 @@ def test_reset_recomputes_from_prompt_and_applied_tokens_in_order_of_arrival():
     assert [loop.scheduler.recomputations(key) for key in (1, 4)] == [1, 0]
 
 
-def test_reset_that_loses_the_host_loses_only_what_was_there():
+def test_what_lay_on_a_lost_host_is_computed_again_where_there_is_room():
     loop = Loop(make_capacity(4, 4), "asymmetric")
     for _ in range(4):
         loop.add(6, max_new_tokens=3)
     loop.step()
     assert loop.scheduler.host_blocks_used == 2
-    assert loop.scheduler.reset(make_capacity(4, 0), FREE_CPU, epoch=2, lose_host=True) == (2,)
-    assert loop.scheduler.num_waiting == 3
+    loop.reset(make_capacity(4, 0))
+    assert loop.scheduler.num_waiting == 4
+    loop.run_until_idle()
+    assert len(loop.finishes) == 4
 
 
 def test_reset_loses_what_no_longer_fits():
@@ -395,10 +395,10 @@ def test_reset_loses_what_no_longer_fits():
     loop.add(6, max_new_tokens=3)
     loop.add(20, max_new_tokens=5)
     loop.step()
-    assert loop.scheduler.reset(make_capacity(4, 0), FREE_CPU, epoch=2, lose_host=False) == (2,)
+    assert loop.scheduler.reset(make_capacity(4, 0), FREE_CPU, epoch=2) == (2,)
     assert loop.scheduler.num_waiting == 1
     with pytest.raises(ValueError, match="epoch 2 does not follow 2"):
-        loop.scheduler.reset(loop.capacity, FREE_CPU, epoch=2, lose_host=False)
+        loop.scheduler.reset(loop.capacity, FREE_CPU, epoch=2)
 
 
 @pytest.mark.parametrize(("policy", "host_blocks"), [("auto", 0), ("gpu_only", 1000)])

@@ -22,7 +22,7 @@ class BothExecutors(FakeExecutor):
                 Limits(size.max_sequences, size.max_batch_tokens, size.max_sequence_tokens),
                 block_tokens=size.block_tokens,
                 num_gpu_blocks=size.gpu_blocks,
-                num_host_blocks=size.host_blocks,
+                host_pools=size.host_pools,
                 vocab_size=NUM_TOKEN_IDS,
             )
             self.cohort_steps = CohortSteps(self.table, self.num_layers)

@@ -1,6 +1,7 @@
 """The scheduler against an executor that checks every plan: whatever happens, in whatever order, all are served."""
 
 from collections import deque
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -18,12 +19,15 @@ from planner_svc.scheduler import (
     Targets,
 )
 from planner_svc.scheduler.sequence import State
-from svc_common.plan import IterationPlan, IterationResult, Sampling, Tier
+from svc_common.plan import IterationPlan, IterationResult, Sampling
 
 CAPACITIES = st.builds(
     Capacity,
     gpu_blocks=st.sampled_from([0, 3, 7, 8, 9, 10, 12, 16]),
-    host_blocks=st.sampled_from([0, 3, 7, 8, 9, 10, 12, 16]),
+    host_pools=st.one_of(
+        st.sampled_from([0, 3, 7, 8, 9, 10, 12, 16]).map(lambda size: (size,)),
+        st.lists(st.sampled_from([0, 2, 5, 7, 10]), min_size=2, max_size=3).map(tuple),
+    ),
     block_tokens=st.sampled_from([1, 2, 3]),
     max_sequences=st.sampled_from([8, 5, 2, 1]),
     max_batch_tokens=st.sampled_from([24, 12, 8, 3, 1]),
@@ -77,6 +81,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.expected: dict[int, list[int]] = {}
         self.streams: dict[int, list[int]] = {}
         self.open: set[int] = set()
+        self.requests: dict[int, SequenceRequest] = {}
         self.now = 0.0
         self.add(requests)
 
@@ -92,6 +97,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert self.scheduler.num_waiting == waiting
                 continue
             self.open.add(sequence_id)
+            self.requests[sequence_id] = request
             self.expected[sequence_id] = expected_tokens(request.prompt, request.max_new_tokens, request.end_token_ids)
             self.streams[sequence_id] = []
 
@@ -144,16 +150,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.open.remove(sequence_id)
 
     @precondition(lambda self: self.executor.num_iterations > 10)
-    @rule(data=st.data(), lose_host=st.booleans(), estimator=ESTIMATORS, same_capacity=st.booleans())
-    def reset(self, data, lose_host, estimator, same_capacity):
-        if not same_capacity:
+    @rule(data=st.data(), estimator=ESTIMATORS, change=st.sampled_from(["none", "a pool is lost", "all"]))
+    def reset(self, data, estimator, change):
+        if change == "all":
             self.capacity = data.draw(CAPACITIES)
-        on_host = {key for key, known in self._planned_tiers().items() if known is Tier.HOST}
+        elif change == "a pool is lost":
+            lost_pool = data.draw(st.integers(0, len(self.capacity.host_pools) - 1))
+            pools = (0 if pool == lost_pool else size for pool, size in enumerate(self.capacity.host_pools))
+            self.capacity = replace(self.capacity, host_pools=tuple(pools))
         self.epoch += 1
-        lost = set(self.scheduler.reset(self.capacity, estimator, self.epoch, lose_host))
-        assert lost <= self.open
-        if same_capacity:
-            assert lost == (on_host & self.open if lose_host else set())
+        lost = set(self.scheduler.reset(self.capacity, estimator, self.epoch))
+        assert lost == {key for key in self.open if not self._fits(key)}
         self.open -= lost
         assert self.scheduler.num_running == 0
         assert self.scheduler.num_waiting == len(self.open)
@@ -162,16 +169,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.unapplied.clear()
         self.executor = FakeExecutor(self.capacity, self.epoch, self.policy, estimator.num_layers)
 
-    def _planned_tiers(self) -> dict[int, Tier]:
-        """By sequence with KV in the executor once all its plans are done, or with tokens yet to come."""
-        tiers = {key: known.tier for key, known in self.executor.sequences.items()}
-        for plan in self.unapplied:
-            tiers |= {new.sequence_id: new.tier for new in plan.new_sequences}
-            tiers |= {swap.sequence_id: swap.target for swap in plan.swaps}
-        return {key: tier for key, tier in tiers.items() if key not in self._waiting_ids()}
-
-    def _waiting_ids(self) -> set[int]:
-        return {sequence.sequence_id for sequence in self.scheduler._queue}
+    def _fits(self, sequence_id: int) -> bool:
+        """Whether it can be served to its end on the GPU or in one of the pools."""
+        capacity, request = self.capacity, self.requests[sequence_id]
+        num_tokens = len(request.prompt) + request.max_new_tokens
+        places = [capacity.gpu_blocks, *(capacity.host_pools if self.policy != "gpu_only" else ())]
+        num_blocks = -(-(num_tokens - 1) // capacity.block_tokens)
+        return num_tokens <= capacity.max_sequence_tokens and num_blocks <= max(places)
 
     @precondition(lambda self: self.stale)
     @rule()
@@ -189,7 +193,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         names = {sequence.request.service_class.name for sequence in scheduler._queue}
         assert sum(scheduler.num_waiting_of(name) for name in names) == scheduler.num_waiting
         assert 0 <= scheduler.gpu_blocks_used <= self.capacity.gpu_blocks
-        assert 0 <= scheduler.host_blocks_used <= self.capacity.host_blocks
+        assert scheduler.host_blocks_used == sum(scheduler.pool_blocks_used)
+        assert all(
+            0 <= used <= size for used, size in zip(scheduler.pool_blocks_used, self.capacity.host_pools, strict=True)
+        )
 
     def teardown(self):
         """Everything accepted finishes, and nothing is leaked."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from support.machines import SPEC
 
-from planner_svc.estimator import SubBatchLoad, Timeline
+from planner_svc.estimator import IterationLoad, SubBatchLoad, Timeline
 from planner_svc.scheduler import SequenceRequest, Targets
 from planner_svc.simulator.executor import SimulatedExecutor
 from planner_svc.simulator.metrics import Served, measure
@@ -141,7 +141,7 @@ def test_the_executor_prices_what_a_plan_does():
     batch = SubBatch(prefills=(PrefillChunk(1, 0, 30), PrefillChunk(2, 0, 25)))
     seconds, result = executor.run(IterationPlan(1, 1, Mode.GPU_ONLY, new_sequences=new, sub_batches=(batch,)))
     load = SubBatchLoad(((30, 0), (25, 0)), host_prefill_tokens=25, num_outputs=1)
-    assert seconds == PROFILE.estimator.iteration_s(load)
+    assert seconds == PROFILE.estimator.iteration_s(IterationLoad(load))
     assert result.tokens == ((1, 0),)
     assert result.timings.total_ns == round(seconds * 1e9)
     swaps = (Swap(1, Tier.HOST, ()),)
@@ -150,7 +150,7 @@ def test_the_executor_prices_what_a_plan_does():
     first = SubBatchLoad(((15, 25),), host_prefill_tokens=15, host_past_tokens=25, num_outputs=1)
     second = SubBatchLoad(num_cpu_decodes=1, cpu_context_tokens=31, num_outputs=1)
     out_bytes = 30 * PROFILE.estimator.kv_bytes_per_token
-    assert seconds == PROFILE.estimator.iteration_s(first, second, out_bytes, 0)
+    assert seconds == PROFILE.estimator.iteration_s(IterationLoad(first, second, out_bytes, 0))
     assert result.tokens == ((2, 0), (1, 0))
     assert executor.run(IterationPlan(1, 3, Mode.GPU_ONLY, released=(1, 2)))[0] == 0
 
@@ -183,9 +183,11 @@ def arrivals(num: int, prompt: int = 100, output: int = 20) -> list[Arrival]:
 
 def test_one_request_alone_takes_what_its_iterations_take():
     estimator = PROFILE.estimator
-    expected_s = estimator.iteration_s(SubBatchLoad(((60, 0),), num_outputs=1))
+    expected_s = estimator.iteration_s(IterationLoad(SubBatchLoad(((60, 0),), num_outputs=1)))
     for context in (61, 62):
-        expected_s += estimator.iteration_s(SubBatchLoad(num_gpu_decodes=1, gpu_context_tokens=context, num_outputs=1))
+        expected_s += estimator.iteration_s(
+            IterationLoad(SubBatchLoad(num_gpu_decodes=1, gpu_context_tokens=context, num_outputs=1))
+        )
     for name in POLICIES:
         metrics = run(name, PROFILE, [Arrival(0.0, 60, 3)], rate=1.0)
         assert metrics.thr_makespan == pytest.approx(1 / expected_s), name

@@ -8,6 +8,7 @@ from support.planning import make_capacity, make_estimator
 from planner_svc.estimator import Calibration
 from planner_svc.scheduler import SequenceRequest, ServiceClass
 from planner_svc.scheduler.costs import Costs
+from planner_svc.scheduler.pools import HostPools
 from planner_svc.scheduler.residency import Residency
 from planner_svc.scheduler.sequence import Sequence
 from planner_svc.scheduler.victims import Victims
@@ -27,6 +28,7 @@ class Pool:
     def __init__(self, estimator=ESTIMATOR, capacity=CAPACITY):
         self.residency = Residency(capacity)
         self.costs = Costs(capacity, Calibration(estimator))
+        self.pools = HostPools(capacity, self.residency, estimator, 0.0)
         self.sequences: list[Sequence] = []
 
     def add(self, num_tokens, num_computed=None, service_class=PLAIN, tier=Tier.GPU, is_late=False):
@@ -38,8 +40,12 @@ class Pool:
         self.sequences.append(sequence)
         self.residency.take_changes()
 
-    def take(self, num_blocks, tier=Tier.GPU, beneficiary=1):
-        victims = Victims(self.residency, self.costs).take(tier, num_blocks, self.sequences[beneficiary - 1])
+    def victims(self):
+        return Victims(self.residency, self.pools, self.costs)
+
+    def take(self, num_blocks, beneficiary=1):
+        """Of the GPU."""
+        victims = self.victims().take(None, num_blocks, self.sequences[beneficiary - 1])
         return None if victims is None else [victim.sequence_id for victim in victims]
 
 
@@ -105,21 +111,21 @@ def test_moving_costs_less_than_computing_again_or_not():
     pool = Pool()
     pool.add(8)
     pool.add(8, num_computed=0)
-    victims = Victims(pool.residency, pool.costs)
-    assert victims.swaps(pool.sequences[0])
-    assert not victims.swaps(pool.sequences[1])  # it would carry nothing
+    assert pool.victims().refuge(pool.sequences[0]) == 0
+    assert pool.victims().refuge(pool.sequences[1]) is None  # it would carry nothing
     large = Costs(replace(CAPACITY, block_bytes=10**8), Calibration(ESTIMATOR))
-    assert not Victims(pool.residency, large).swaps(pool.sequences[0])  # 0.4 s on the link against 0.2 ms
+    victims = Victims(pool.residency, pool.pools, large)
+    assert victims.refuge(pool.sequences[0]) is None  # 0.4 s on the link against 0.2 ms
 
 
 def test_what_cannot_move_is_computed_again():
     pool = Pool(capacity=make_capacity(100, 2))
     pool.add(12)
-    assert not Victims(pool.residency, pool.costs).swaps(pool.sequences[0])  # no room
+    assert pool.victims().refuge(pool.sequences[0]) is None  # no room
     pool.add(4, tier=Tier.HOST)
-    assert not Victims(pool.residency, pool.costs).swaps(pool.sequences[1])  # it is there
+    assert pool.victims().refuge(pool.sequences[1]) is None  # it is there
     pool.residency.move(pool.sequences[1], Tier.GPU)
-    assert not Victims(pool.residency, pool.costs).swaps(pool.sequences[1])  # this plan moves it already
+    assert pool.victims().refuge(pool.sequences[1]) is None  # this plan moves it already
 
 
 def test_in_one_plan_nobody_is_offered_twice_and_who_moved_is_offered_where_it_went():
@@ -127,12 +133,12 @@ def test_in_one_plan_nobody_is_offered_twice_and_who_moved_is_offered_where_it_w
     for _ in range(4):
         pool.add(8)
     pool.add(8, tier=Tier.HOST)
-    victims = Victims(pool.residency, pool.costs)
+    victims = pool.victims()
     oldest, second = pool.sequences[:2]
-    assert victims.take(Tier.HOST, 100, oldest) is None
-    [moved] = victims.take(Tier.GPU, 2, oldest)
+    assert victims.take(0, 100, oldest) is None
+    [moved] = victims.take(None, 2, oldest)
     pool.residency.move(moved, Tier.HOST)
     victims.arrive_on_host(moved)
-    assert [item.sequence_id for item in victims.take(Tier.GPU, 1, oldest)] == [3]
-    assert {item.sequence_id for item in victims.take(Tier.HOST, 4, second)} == {4, 5}
-    assert victims.take(Tier.GPU, 1, second) is None
+    assert [item.sequence_id for item in victims.take(None, 1, oldest)] == [3]
+    assert {item.sequence_id for item in victims.take(0, 4, second)} == {4, 5}
+    assert victims.take(None, 1, second) is None

@@ -13,6 +13,7 @@ from svc_common.plan import (
     Mode,
     NewBlocks,
     NewSequence,
+    PoolWork,
     PrefillChunk,
     Sampling,
     SubBatch,
@@ -37,9 +38,9 @@ def test_every_field_of_a_plan_arrives():
             SubBatch((PrefillChunk(9, 0, 3),), (5, 6), (4,)),
             SubBatch(cpu_decodes=(10,)),
         ),
-        host_blocks_used=13,
         trace=True,
         predicted_s=0.5,
+        pool_decodes=(1, 1),
     )
     assert plan_to_message(plan) == pb.IterationPlan(
         epoch=7,
@@ -71,7 +72,6 @@ def test_every_field_of_a_plan_arrives():
             ),
             pb.SubBatch(cpu_decode_sequence_ids=[10]),
         ],
-        host_blocks_used=13,
         trace=True,
     )
 
@@ -105,6 +105,7 @@ def test_every_field_of_a_result_arrives():
         gpu_attended_tokens=9,
         cpu_attended_tokens=10,
         trace=trace_to_message(pipelined(3, 11)),
+        host_pool_work=[pb.HostPoolWork(attention_ns=1, attended_tokens=4), pb.HostPoolWork(attention_ns=2)],
     )
     assert result_from_message(message) == IterationResult(
         epoch=7,
@@ -117,6 +118,7 @@ def test_every_field_of_a_result_arrives():
         gpu_attended_tokens=9,
         cpu_attended_tokens=10,
         trace=pipelined(3, 11),
+        pool_work=(PoolWork(1, 4), PoolWork(2, 0)),
     )
 
 
@@ -152,6 +154,7 @@ def test_every_field_of_the_tables_arrives():
         iteration_s=0.125,
         cpu_copy=[pb.LinearPoint(num_tokens=10, seconds=3.5)],
         cpu_signal_s=0.0625,
+        cpu_pool_factors=(1.0, 1.5),
     )
     assert tables_from_message(message) == OperationTables(
         linear=(LinearPoint(1, 0.5),),
@@ -163,4 +166,5 @@ def test_every_field_of_the_tables_arrives():
         iteration_s=0.125,
         cpu_copy=(LinearPoint(10, 3.5),),
         cpu_signal_s=0.0625,
+        cpu_pool_factors=(1.0, 1.5),
     )

@@ -13,8 +13,8 @@ def executor_status(stack: LocalStack) -> executor_pb2.GetExecutorStatusResponse
         )
 
 
-def cpu_attention_status(stack: LocalStack) -> cpu_attention_pb2.GetCpuAttentionStatusResponse:
-    with grpc.insecure_channel(stack.config.cpu_attn.listen) as channel:
+def cpu_attention_status(stack: LocalStack, index: int = 0) -> cpu_attention_pb2.GetCpuAttentionStatusResponse:
+    with grpc.insecure_channel(stack.config.cpu_attn[index].listen) as channel:
         return cpu_attention_pb2_grpc.CpuAttentionServiceStub(channel).GetCpuAttentionStatus(
             cpu_attention_pb2.GetCpuAttentionStatusRequest(), timeout=10
         )

@@ -43,8 +43,9 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
 
     gpu_blocks: int = 64
     host_blocks: int = 0
+    """Of each host."""
     answer: Answer = alphabet
-    host: "FakeHost | None" = None
+    hosts: "list[FakeHost]" = field(default_factory=list)
     iteration_s: float = 0.0
     open_s: float = 0.0
     """How long opening an epoch takes."""
@@ -69,6 +70,7 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         self._address = "127.0.0.1:0"
         self._epoch_over = False
         self._cohort = FakeCohort(self.num_layers, self.block_tokens)
+        self._attached: list[FakeHost] = []
 
     # --- process control
 
@@ -99,7 +101,15 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         self.held.clear()
         self._cohort = FakeCohort(self.num_layers, self.block_tokens)
         self._epoch_over = False
-        attached = self.host is not None and self.host.open_region(request.epoch)
+        attached = [host.open_region(request.epoch) for host in self.hosts]
+        pools = [
+            executor_pb2.HostPool(
+                first_block=sum(attached[:i]) * self.host_blocks, num_blocks=self.host_blocks, num_threads=1
+            )
+            if is_attached
+            else executor_pb2.HostPool(error="nobody there")
+            for i, is_attached in enumerate(attached)
+        ]
         response = executor_pb2.OpenEpochResponse(
             device="cpu",
             compute_dtype="fp32",
@@ -108,12 +118,11 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
             host_kv_dtype="int8",
             host_block_bytes=HOST_BLOCK_BYTES,
             gpu_blocks=self.gpu_blocks,
-            host_blocks=self.host_blocks if attached else 0,
-            cpu_attention_error="" if attached or self.host is None else "nobody there",
-            cpu_attention_threads=1 if attached else 0,
+            host_pools=pools,
         )
         if request.profile:
-            response.tables.CopyFrom(tables(attached))
+            response.tables.CopyFrom(tables(any(attached)))
+        self._attached = [host for host, is_attached in zip(self.hosts, attached, strict=True) if is_attached]
         return response
 
     async def Execute(self, requests: Any, context: Any) -> AsyncIterator[executor_pb2.ExecuteResponse]:  # noqa: N802
@@ -144,7 +153,7 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
             self.fail_next, self._epoch_over = None, True
             return result
         uses_host = plan.HasField("cohort") or any(batch.cpu_decode_sequence_ids for batch in plan.sub_batches)
-        if uses_host and self.host is not None and self.host.region_epoch != plan.epoch:
+        if uses_host and any(host.region_epoch != plan.epoch for host in self._attached):
             result.error = executor_pb2.EXECUTION_ERROR_CPU_ATTENTION_LOST
             self._epoch_over = True
             return result
@@ -160,7 +169,7 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
                 self._yield_token(sequence_id, result)
         self._check_blocks()
         result.timings.total_ns = 1000
-        if uses_host and self.host is not None:
+        if uses_host:
             self._attend_on_host(plan, result)
         if plan.trace:
             result.trace.CopyFrom(trace(plan))
@@ -168,9 +177,8 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
 
     def _attend_on_host(self, plan: executor_pb2.IterationPlan, result: executor_pb2.IterationResult) -> None:
         """Attention takes as long as the rest with `threads_needed` threads, and is waited for with fewer."""
-        assert self.host is not None
         result.cpu_attended_tokens = sum(len(batch.cpu_decode_sequence_ids) for batch in plan.sub_batches)
-        attention_ns = 1000 * self.threads_needed // self.host.num_threads
+        attention_ns = 1000 * self.threads_needed // self.hosts[0].num_threads
         result.timings.cpu_attention_ns = attention_ns
         result.timings.cpu_wait_ns = max(0, attention_ns - 1000)
         result.timings.total_ns = max(1000, attention_ns)
@@ -225,6 +233,9 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
     def _check_blocks(self) -> None:
         for tier in (executor_pb2.TIER_GPU, executor_pb2.TIER_HOST):
             owned = [block for held in self.held.values() if held.tier == tier for block in held.blocks]
+            num_host_blocks = len(self._attached) * self.host_blocks
+            if tier == executor_pb2.TIER_HOST and num_host_blocks and max(owned, default=0) >= num_host_blocks:
+                self.problems.append(f"a host block that does not exist: {owned}")
             if len(owned) != len(set(owned)):
                 self.problems.append(f"a block of tier {tier} has two owners")
         for sequence_id, held in self.held.items():

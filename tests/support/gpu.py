@@ -183,15 +183,16 @@ class Driver:
 
     def __post_init__(self) -> None:
         self.executor.open_epoch(self.epoch, self.limits, self.host)
-        self.free = {
-            Tier.GPU: list(range(self.executor.num_gpu_blocks)),
-            Tier.HOST: list(range(self.host.num_blocks if self.host else 0)),
-        }
+        self.free = {Tier.GPU: [list(range(self.executor.num_gpu_blocks))], Tier.HOST: [[]]}
+        """By tier and pool."""
+        if self.host:
+            pools = zip(self.host.first_blocks, self.host.pool_blocks, strict=True)
+            self.free[Tier.HOST] = [list(range(first, first + num)) for first, num in pools]
 
-    def blocks(self, tier: Tier, num_tokens: int) -> np.ndarray:
+    def blocks(self, tier: Tier, num_tokens: int, pool: int = 0) -> np.ndarray:
         """Blocks for that many tokens, in an order that is not the natural one."""
-        num = -(-num_tokens // self.executor.kv_shape.block_tokens)
-        return np.array([self.free[tier].pop(-1 - i % 2 if len(self.free[tier]) > 1 else 0) for i in range(num)], "i4")
+        num, free = -(-num_tokens // self.executor.kv_shape.block_tokens), self.free[tier][pool]
+        return np.array([free.pop(-1 - i % 2 if len(free) > 1 else 0) for i in range(num)], "i4")
 
     def run(self, *sub_batches: SubBatch, **changes: Any) -> IterationResult:
         """One iteration that must succeed."""
@@ -218,10 +219,11 @@ class Driver:
         chunk_tokens: int = 1000,
         sampling: Sampling = GREEDY,
         room_tokens: int = 64,
+        pool: int = 0,
     ) -> None:
         """Computes a whole prompt, chunk by chunk; yields its first token."""
         new = NewSequence(
-            sequence_id, np.array(prompt, "i4"), tier, self.blocks(tier, len(prompt) + room_tokens), sampling
+            sequence_id, np.array(prompt, "i4"), tier, self.blocks(tier, len(prompt) + room_tokens, pool), sampling
         )
         for start in range(0, len(prompt), chunk_tokens):
             chunk = PrefillChunk(sequence_id, start, min(chunk_tokens, len(prompt) - start))

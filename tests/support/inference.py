@@ -154,6 +154,10 @@ class ScriptedInference(inference_pb2_grpc.InferenceServiceServicer):
             cpu_attention_min_threads=1,
             cpu_attention_max_threads=4,
             counters=counters,
+            host_pools=[
+                pb.HostPoolInfo(num_blocks=128, num_threads=2, min_threads=1, max_threads=4),
+                pb.HostPoolInfo(error="nothing answers at unix:/x"),
+            ],
             service_classes=[CHAT, pb.ServiceClass(name="default", is_default=True, share=1)],
         )
 
@@ -166,6 +170,7 @@ class ScriptedInference(inference_pb2_grpc.InferenceServiceServicer):
             gpu_blocks_total=64,
             host_blocks_used=5,
             host_blocks_total=128,
+            host_pool_blocks_used=[5, 0],
             classes=[
                 pb.ClassLoad(name="chat", running_requests=2),
                 pb.ClassLoad(name="default", waiting_requests=1),

@@ -3,6 +3,7 @@
 import contextlib
 import random
 from collections import Counter
+from dataclasses import replace
 
 from planner_svc.scheduler import AdmissionError
 from support.planning import NUM_TOKEN_IDS, FakeExecutor, Loop, make_capacity, make_estimator
@@ -11,7 +12,7 @@ from support.planning import NUM_TOKEN_IDS, FakeExecutor, Loop, make_capacity, m
 def make_loop(rng: random.Random, executor_type: type[FakeExecutor]) -> Loop:
     capacity = make_capacity(
         rng.randint(0, 24),
-        rng.randint(0, 30),
+        rng.choice([rng.randint(0, 30), (rng.randint(0, 15), rng.randint(0, 15), rng.randint(0, 15))]),
         block_tokens=rng.randint(1, 5),
         max_sequences=rng.randint(1, 20),
         max_batch_tokens=rng.choice([1, 5, 12, 40]),
@@ -42,7 +43,11 @@ def disturb(loop: Loop, rng: random.Random) -> None:
     if running and rng.random() < 0.05:
         loop.cancel(rng.choice(running))
     if rng.random() < 0.005:
-        loop.reset(lose_host=rng.random() < 0.5)
+        pools = loop.capacity.host_pools
+        lost = rng.randrange(len(pools))
+        is_loss = rng.random() < 0.5
+        kept = tuple(0 if is_loss and pool == lost else size for pool, size in enumerate(pools))
+        loop.reset(replace(loop.capacity, host_pools=kept))
 
 
 def run_load(seed: int, executor_type: type[FakeExecutor] = FakeExecutor) -> Counter[str]:

@@ -56,12 +56,17 @@ class Rig:
 
     server: PlannerServer
     executor: FakeExecutor
-    host: FakeHost | None
+    hosts: list[FakeHost]
     channel: grpc.aio.Channel
 
     def __post_init__(self) -> None:
         self.stub: Any = inference_pb2_grpc.InferenceServiceStub(self.channel)  # type: ignore[no-untyped-call]
         self.health: Any = health_pb2_grpc.HealthStub(self.channel)
+
+    @property
+    def host(self) -> FakeHost | None:
+        """The first."""
+        return self.hosts[0] if self.hosts else None
 
     async def is_serving(self, name: str = "readiness") -> bool:
         answer = await self.health.Check(health_pb2.HealthCheckRequest(service=name))

@@ -1,8 +1,10 @@
 """What tests of the scheduler share: above all an executor that computes nothing but checks every plan as strictly as a
 real one, down to what each block holds."""
 
+from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from planner_svc.estimator import DecodePoint, Estimator, LinearPoint, OperationTables, PrefillPoint, TableEstimator
 from planner_svc.scheduler import Capacity, ModePolicy, Scheduler, SequenceRequest, TokenEvent
@@ -21,16 +23,17 @@ from svc_common.plan import (
 
 def make_capacity(
     gpu_blocks: int,
-    host_blocks: int,
+    host_blocks: int | tuple[int, ...],
     *,
     block_tokens: int = 4,
     max_sequences: int = 16,
     max_batch_tokens: int = 32,
     max_sequence_tokens: int = 1000,
 ) -> Capacity:
-    """Small enough to be full soon."""
+    """Small enough to be full soon. `host_blocks`: of one pool, or of several."""
+    pools = (host_blocks,) if isinstance(host_blocks, int) else host_blocks
     return Capacity(
-        gpu_blocks, host_blocks, block_tokens, max_sequences, max_batch_tokens, max_sequence_tokens, block_bytes=1024
+        gpu_blocks, pools, block_tokens, max_sequences, max_batch_tokens, max_sequence_tokens, block_bytes=1024
     )
 
 
@@ -200,8 +203,15 @@ class FakeExecutor:
         for tier in Tier:
             owned = [block for known in self.sequences.values() if known.tier is tier for block in known.blocks]
             assert len(set(owned)) == len(owned), f"{tier} block owned twice"
-            assert all(0 <= block < self.capacity.blocks(tier) for block in owned)
-        assert plan.host_blocks_used == self.blocks_used(Tier.HOST)
+            num_blocks = self.capacity.gpu_blocks if tier is Tier.GPU else self.capacity.host_blocks
+            assert all(0 <= block < num_blocks for block in owned)
+        for known in self.sequences.values():
+            if known.tier is Tier.HOST:
+                assert len(set(map(self.pool_of, known.blocks))) == 1, "a sequence in two pools"
+
+    def pool_of(self, block: int) -> int:
+        """The host pool that a block lies in."""
+        return bisect_right([*accumulate(self.capacity.host_pools)], block)
 
     def blocks_used(self, tier: Tier) -> int:
         return sum(len(known.blocks) for known in self.sequences.values() if known.tier is tier)
@@ -372,10 +382,11 @@ class Loop:
         self.scheduler.finish(sequence_id)
         del self.requests[sequence_id], self.streams[sequence_id]
 
-    def reset(self, lose_host: bool) -> None:
-        """A new executor of the same size; those lost are forgotten."""
+    def reset(self, capacity: Capacity | None = None) -> None:
+        """A new executor, of the same size unless told otherwise; those that fit nowhere are forgotten."""
         epoch = self.executor.epoch + 1
-        for sequence_id in self.scheduler.reset(self.capacity, self.estimator, epoch, lose_host):
+        self.capacity = capacity or self.capacity
+        for sequence_id in self.scheduler.reset(self.capacity, self.estimator, epoch):
             del self.requests[sequence_id], self.streams[sequence_id]
         self.unapplied.clear()
         self.executor = type(self.executor)(self.capacity, epoch, self.policy, self.estimator.num_layers)

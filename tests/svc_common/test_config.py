@@ -95,6 +95,18 @@ GIB = 2**30
             "planner.classes.default.on_overload: must be 'queue' or 'refuse', is 'panic'",
         ),
         ({"planner": {"classes": {"default": {"ttft": 1}}}}, "planner.classes.default.ttft: unknown key"),
+        ({"cpu_attn": 3}, "test: cpu_attn: "),
+        ({"cpu_attn": []}, "test: cpu_attn: "),
+        ({"cpu_attn": [{"threads": 1}]}, "test: cpu_attn.threads: unknown key"),
+        ({"cpu_attn": [{}, {"num_threads": 0}]}, "test: cpu_attn[1].num_threads: must be greater than or equal to 1"),
+        (
+            {"cpu_attn": [{}, {"kv_bytes": 0}]},
+            "test: cpu_attn[1].kv_bytes is 0: of several services each needs a pool",
+        ),
+        (
+            {"cpu_attn": [{"listen": "unix:/a"}, {}, {"listen": "unix:/a"}]},
+            "test: cpu_attn[2].listen is that of cpu_attn[0], unix:/a: each needs its own",
+        ),
     ],
 )
 def test_mistakes(values: dict[str, Any], complaint: str) -> None:
@@ -120,9 +132,24 @@ def test_without_classes_there_is_one_without_targets() -> None:
 
 
 def test_limits_of_threads_bind_only_where_the_planner_changes_them() -> None:
-    assert not parse({"cpu_attn": {"num_threads": 5, "max_threads": 4}}, "test").cpu_attn.elastic
-    host = parse({"cpu_attn": {"elastic": True, "num_threads": 5, "min_threads": 5}}, "test").cpu_attn
+    assert not parse({"cpu_attn": {"num_threads": 5, "max_threads": 4}}, "test").cpu_attn[0].elastic
+    host = parse({"cpu_attn": {"elastic": True, "num_threads": 5, "min_threads": 5}}, "test").cpu_attn[0]
     assert (host.min_threads, host.num_threads, host.max_threads) == (5, 5, 0)
+
+
+def test_several_services_of_attention(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text('[[cpu_attn]]\nlisten = "unix:/a"\n[[cpu_attn]]\nlisten = "unix:/b"\nkv_bytes = "1MiB"\n')
+    config = load(path)
+    assert [service.listen for service in config.cpu_attn_services] == ["unix:/a", "unix:/b"]
+    assert [config.cpu_attn_key(index) for index in (0, 1)] == ["cpu_attn[0]", "cpu_attn[1]"]
+    path.write_text("[cpu_attn]\nkv_bytes = 0\n")
+    assert load(path).cpu_attn_services == ()
+    # For `neoflex up`, which gives them addresses, this is enough; a service must be told.
+    path.write_text("[[cpu_attn]]\n[[cpu_attn]]\n")
+    assert len(parse({"cpu_attn": [{}, {}]}, "test").cpu_attn) == 2
+    with pytest.raises(ConfigError, match=r"cpu_attn\[1\]\.listen is that of cpu_attn\[0\], 127\.0\.0\.1:50053"):
+        load(path)
 
 
 @pytest.mark.parametrize("data", [b"[gpu\n", b"\xff\xfe[gpu]"])
