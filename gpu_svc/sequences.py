@@ -116,12 +116,23 @@ class SequenceTable:
         token_ids = np.array(new.token_ids, np.int32)
         if int(token_ids.min()) < 0 or int(token_ids.max()) >= self._vocab_size:
             raise InvalidPlanError(f"sequence {new.sequence_id} has token ids outside the vocabulary")
+        num_cached = new.num_cached_tokens
+        if num_cached % self._block_tokens or not 0 <= num_cached < len(token_ids):
+            raise InvalidPlanError(
+                f"sequence {new.sequence_id}: {num_cached} of {len(token_ids)} tokens cached; whole blocks of "
+                f"{self._block_tokens}, and less than all"
+            )
+        num_shared = num_cached // self._block_tokens
+        if num_shared > len(new.blocks):
+            raise InvalidPlanError(
+                f"sequence {new.sequence_id}: {num_cached} tokens cached in {len(new.blocks)} blocks"
+            )
         slot = self._free_slots.pop()
         self.slot_of[new.sequence_id] = slot
         self.sequence_ids[slot] = new.sequence_id
         self.prompts[slot] = token_ids
         self.prompt_tokens[slot] = len(token_ids)
-        self.computed_tokens[slot] = 0
+        self.computed_tokens[slot] = num_cached
         self.tier[slot] = new.tier.value
         self.num_blocks[slot] = 0
         sampling = self._sampling
@@ -132,16 +143,16 @@ class SequenceTable:
         sampling.seed[slot] = new.sampling.seed
         sampling.draw[slot] = new.num_generated_tokens
         sampling.num_logprobs[slot] = new.sampling.num_logprobs
-        self._add_blocks(slot, new.sequence_id, np.array(new.blocks, np.int32))
+        self._add_blocks(slot, new.sequence_id, np.array(new.blocks, np.int32), num_shared)
 
     def _append_blocks(self, more: NewBlocks) -> None:
         self._add_blocks(self._slot(more.sequence_id), more.sequence_id, np.array(more.blocks, np.int32))
 
-    def _add_blocks(self, slot: int, sequence_id: int, blocks: Int32Array) -> None:
+    def _add_blocks(self, slot: int, sequence_id: int, blocks: Int32Array, num_shared: int = 0) -> None:
         tier = Tier(self.tier[slot])
-        self.owned[tier].claim(blocks, sequence_id)
+        num_new = self.owned[tier].claim(blocks, sequence_id, num_shared)
         if tier is Tier.HOST and len(blocks):
-            self._claim_pool(slot, sequence_id, blocks)
+            self._claim_pool(slot, sequence_id, blocks, num_new)
         start = int(self.num_blocks[slot])
         end = start + len(blocks)
         while end > self.block_tables.shape[1]:
@@ -149,21 +160,21 @@ class SequenceTable:
         self.block_tables[slot, start:end] = blocks
         self.num_blocks[slot] = end
 
-    def _claim_pool(self, slot: int, sequence_id: int, blocks: Int32Array) -> None:
+    def _claim_pool(self, slot: int, sequence_id: int, blocks: Int32Array, num_new: int) -> None:
         pools = np.searchsorted(self._pool_ends, blocks, side="right") - 1
         pool = self.pool[slot] if self.num_blocks[slot] else pools[0]
         if (pools != pool).any():
             raise InvalidPlanError(f"sequence {sequence_id} gets host blocks of several pools: {blocks.tolist()}")
         self.pool[slot] = pool
-        self.pool_blocks_used[pool] += len(blocks)
+        self.pool_blocks_used[pool] += num_new
 
     def _release_blocks(self, slot: int) -> Int32Array:
         """Those that it had."""
         blocks = self.block_tables[slot, : self.num_blocks[slot]].copy()
         tier = Tier(self.tier[slot])
-        self.owned[tier].release(blocks)
+        num_free = self.owned[tier].release(blocks)
         if tier is Tier.HOST:
-            self.pool_blocks_used[self.pool[slot]] -= len(blocks)
+            self.pool_blocks_used[self.pool[slot]] -= num_free
         return blocks
 
     def first_block(self, slots: Slots) -> NDArray[np.int64]:

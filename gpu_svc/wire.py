@@ -75,6 +75,7 @@ def _new_sequence(new: pb.NewSequence) -> NewSequence:
             num_logprobs=sampling.num_logprobs,
         ),
         num_generated_tokens=new.num_generated_tokens,
+        num_cached_tokens=new.num_cached_tokens,
     )
 
 

@@ -46,6 +46,8 @@ class GenerateOptions(TypedDict, total=False):
     ignore_eos: bool
     time_limit_s: float
     """Ends the request with the text so far; `timeout` ends it with an error."""
+    cache_salt: str
+    """KV is shared only with requests that have the same; "" is one, too."""
     logprobs: int
     """0 for the chosen token only, n for the n likeliest too."""
     service_class: str
@@ -85,6 +87,8 @@ class Usage:
     time_to_first_token_s: float
     duration_s: float
     recomputations: int
+    cached_tokens: int = 0
+    """Of the prompt, whose KV was found in the prefix cache."""
     targets_met: bool | None = None
     """Whether its tokens came when they were due; None where nothing was due."""
 
@@ -156,6 +160,8 @@ class Counters:
     planning_ns: int
     cpu_threads_grown: int
     cpu_threads_shrunk: int
+    cached_tokens: int
+    """Of prompts, found in the prefix cache."""
 
     @property
     def offloading_iterations(self) -> int:

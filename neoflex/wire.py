@@ -59,7 +59,8 @@ def generate_request(prompt: str | None, options: GenerateOptions) -> pb.Generat
     _set_if_given(request.stopping, "max_tokens", options.get("max_tokens"))
     _set_stopping(request.stopping, options)
     _set_if_given(request.output, "logprobs", options.get("logprobs"))
-    _set_if_given(request, "service_class", options.get("service_class"))
+    for name in ("service_class", "cache_salt"):
+        _set_if_given(request, name, options.get(name))
     _set_targets(request, options)
     return request
 
@@ -140,6 +141,7 @@ def usage(message: pb.Usage) -> Usage:
         time_to_first_token_s=message.time_to_first_token_ns / 1e9,
         duration_s=message.duration_ns / 1e9,
         recomputations=message.recomputations,
+        cached_tokens=message.cached_tokens,
         targets_met=message.targets_met if message.HasField("targets_met") else None,
     )
 

@@ -43,6 +43,7 @@ def describe(config: Config, files: ModelFiles, spec: ModelSpec) -> ServedModel:
             vocab_size=spec.vocab_size,
             max_sequence_tokens=max_sequence_tokens,
             max_text_bytes=_TEXT_BYTES_PER_TOKEN_BYTE * longest * max_sequence_tokens,
+            shares_prefixes=config.kv.prefix_cache,
         ),
         eos_token_ids=tuple(sorted({*spec.eos_token_ids, *tokenizer.eos_token_ids})),
         block_tokens=config.kv.block_tokens,

@@ -16,6 +16,7 @@ from planner_svc.scheduler import (
     AdmissionError,
     AdmissionReason,
     Capacity,
+    History,
     LateError,
     ModePolicy,
     Scheduler,
@@ -52,7 +53,7 @@ class Engine:
         self._draining = False
         self._by_request: dict[str, Generation] = {}
         self._by_sequence: dict[int, Generation] = {}
-        self._recomputations: dict[int, int] = {}
+        self._histories: dict[int, History] = {}
         """Of sequences that have ended in the scheduler while their last tokens are still to be delivered."""
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._last_progress_s = 0.0
@@ -93,6 +94,7 @@ class Engine:
             request.end_token_ids,
             request.targets,
             request.service_class,
+            request.cache_salt,
         )
         now_s = time.monotonic()
         try:
@@ -198,7 +200,7 @@ class Engine:
         tokens = self._scheduler.apply(result, self._last_progress_s).tokens
         for token in tokens:
             if token.finish:  # The scheduler forgets it with the next plan.
-                self._recomputations[token.sequence_id] = self._scheduler.recomputations(token.sequence_id)
+                self._histories[token.sequence_id] = self._scheduler.history(token.sequence_id)
         return tokens
 
     def deliver(self, tokens: Iterable[TokenEvent]) -> None:
@@ -257,17 +259,17 @@ class Engine:
     # --- how requests end
 
     def _finish(self, generation: Generation, reason: EndReason, matched: str | int | None = None) -> None:
-        recomputations = self._remove(generation)
-        if recomputations is not None:
-            generation.finish(reason, matched, recomputations, time.monotonic_ns())
+        history = self._remove(generation)
+        if history is not None:
+            generation.finish(reason, matched, history, time.monotonic_ns())
             self.classes.judge(generation.request.service_class.name, generation.finished.targets_met)
 
     def _fail(self, generation: Generation, error: ServiceError) -> None:
         if self._remove(generation) is not None:
             generation.fail(error)
 
-    def _remove(self, generation: Generation) -> int | None:
-        """Frees what the request holds; returns how often it was recomputed, or None where it had ended before."""
+    def _remove(self, generation: Generation) -> History | None:
+        """Frees what the request holds; returns what became of its KV, or None where it had ended before."""
         if self._by_sequence.pop(generation.sequence_id, None) is None:
             return None
         del self._by_request[generation.request.request_id]
@@ -275,16 +277,16 @@ class Engine:
         timer = self._timers.pop(generation.sequence_id, None)
         if timer:
             timer.cancel()
-        recomputations = self._recomputations.pop(generation.sequence_id, 0)
+        history = self._histories.pop(generation.sequence_id, None)
         if self._scheduler is not None:
-            recomputations = recomputations or self._scheduler.recomputations(generation.sequence_id)
+            history = history or self._scheduler.history(generation.sequence_id)
             self._scheduler.finish(generation.sequence_id)
         self.counters.finished_requests += 1
         self._finish_rate.add(time.monotonic())
         if not self._by_request:
             self.idle.set()
         self.wake.set()  # The executor is to be told.
-        return recomputations
+        return history or History()
 
     def _refusal(self, error: AdmissionError, prompt_field: str) -> ServiceError:
         if error.reason is AdmissionReason.QUEUE_FULL:

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from enum import Enum
 
-from planner_svc.scheduler import ServiceClass, Targets
+from planner_svc.scheduler import History, ServiceClass, Targets
 from planner_svc.text import AnswerText
 from svc_common.errors import ServiceError
 from svc_common.model.tokenizer import Tokenizer
@@ -29,6 +29,8 @@ class GenerationRequest:
     """time.monotonic_ns() when the call came in."""
     service_class: ServiceClass
     targets: Targets | None
+    cache_salt: str | None
+    """None: its KV is shared with no other request."""
 
 
 class EndReason(Enum):
@@ -70,6 +72,7 @@ class Finished:
     """0 where there was no token."""
     duration_ns: int
     recomputations: int
+    cached_tokens: int
     targets_met: bool | None
     """None without targets, or where it ended before its first token was due without one."""
 
@@ -107,7 +110,7 @@ class Generation:
         self._changed.set()
         return self._answer.matched
 
-    def finish(self, reason: EndReason, matched: str | int | None, recomputations: int, now_ns: int) -> None:
+    def finish(self, reason: EndReason, matched: str | int | None, history: History, now_ns: int) -> None:
         """Ends it well; text that was held back goes out unless it is the stop text."""
         self._text.append(self._answer.rest())
         arrival_ns = self.request.arrival_ns
@@ -119,7 +122,8 @@ class Generation:
                 completion_tokens=self._num_tokens,
                 time_to_first_token_ns=self._first_token_ns - arrival_ns if self._num_tokens else 0,
                 duration_ns=now_ns - arrival_ns,
-                recomputations=recomputations,
+                recomputations=history.num_recomputations,
+                cached_tokens=history.num_cached_tokens,
                 targets_met=self._met_targets(now_ns),
             )
         )

@@ -49,6 +49,7 @@ def usage_message(finished: Finished) -> pb.Usage:
         time_to_first_token_ns=finished.time_to_first_token_ns,
         duration_ns=finished.duration_ns,
         recomputations=finished.recomputations,
+        cached_tokens=finished.cached_tokens,
         targets_met=finished.targets_met,
     )
 
@@ -66,6 +67,7 @@ def counters_message(counters: Counters, scheduler: SchedulerCounters) -> pb.Ser
         preemptions=scheduler.preemptions,
         recomputed_tokens=scheduler.recomputed_tokens,
         prefilled_tokens=scheduler.prefilled_tokens,
+        cached_tokens=scheduler.cached_tokens,
         generated_tokens=scheduler.generated_tokens,
         accepted_requests=counters.accepted_requests,
         finished_requests=counters.finished_requests,

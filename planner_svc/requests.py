@@ -18,6 +18,7 @@ from svc_common.errors import invalid_argument
 from svc_common.plan import Sampling
 
 MAX_REQUEST_ID_CHARACTERS = 128
+MAX_CACHE_SALT_CHARACTERS = 128
 MAX_TEMPERATURE = 100.0
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
@@ -58,6 +59,8 @@ class Limits:
     """Of prompt and answer together."""
     max_text_bytes: int
     """More cannot be a prompt of max_sequence_tokens, whatever the text."""
+    shares_prefixes: bool = True
+    """Whether requests that begin alike may share KV."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,8 @@ class GenerationOptions:
     service_class: ServiceClass
     targets: Targets | None
     """The request's own, completed by its class's."""
+    cache_salt: str | None
+    """None: its KV is shared with no other request."""
 
 
 def parse_generation(
@@ -85,6 +90,11 @@ def parse_generation(
         len(message.request_id) <= MAX_REQUEST_ID_CHARACTERS and message.request_id.isprintable(),
         "request.request_id",
         f"must be at most {MAX_REQUEST_ID_CHARACTERS} printable characters",
+    )
+    bad.require(
+        len(message.cache_salt) <= MAX_CACHE_SALT_CHARACTERS,
+        "request.cache_salt",
+        f"must be at most {MAX_CACHE_SALT_CHARACTERS} characters, is {len(message.cache_salt)}",
     )
     _check_sampling(message.sampling, bad)
     _check_stopping(message.stopping, limits, bad)
@@ -108,6 +118,7 @@ def parse_generation(
         time_limit_s=seconds_of(stopping.time_limit) if stopping.HasField("time_limit") else None,
         service_class=service_class,
         targets=targets,
+        cache_salt=message.cache_salt if limits.shares_prefixes else None,
     )
 
 

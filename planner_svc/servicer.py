@@ -187,4 +187,5 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             arrival_ns=arrival_ns,
             service_class=options.service_class,
             targets=options.targets,
+            cache_salt=options.cache_salt,
         )

@@ -61,6 +61,7 @@ def _new_sequence(new: NewSequence) -> pb.NewSequence:
         blocks=new.blocks,
         sampling=_sampling(new.sampling),
         num_generated_tokens=new.num_generated_tokens,
+        num_cached_tokens=new.num_cached_tokens,
     )
 
 

@@ -83,6 +83,8 @@ class KvConfig(Section):
     host_dtype: Literal["auto", "fp32", "bf16", "fp16", "int8"] = "auto"
     """Type of keys and values on the host; "auto": as on the GPU. "int8" has a scale for each block and head: a quarter
     of fp32's bytes or half of 16-bit types', for numbers off by some 0.4 % of the largest beside them."""
+    prefix_cache: bool = True
+    """KV of what requests begin with is kept while there is room, and shared by those that begin alike."""
 
 
 _MAX_CLASSES = 32

@@ -49,6 +49,8 @@ class NewSequence:
     sampling: Sampling = Sampling()
     num_generated_tokens: int = 0
     """How many of token_ids were generated: not 0 after a recomputation."""
+    num_cached_tokens: int = 0
+    """The first so many are computed: their blocks, all full, may have other owners and are not written to."""
 
 
 @dataclass(frozen=True, slots=True)

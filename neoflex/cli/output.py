@@ -60,6 +60,8 @@ def describe_usage(usage: Usage) -> str:
     parts.append(f"TTFT {usage.time_to_first_token_s * 1e3:.0f} ms")
     if usage.completion_tokens > 1:
         parts.append(f"TPOT {usage.time_per_output_token_s * 1e3:.1f} ms")
+    if usage.cached_tokens:
+        parts[0] = f"{usage.prompt_tokens} tokens in ({usage.cached_tokens} cached), {usage.completion_tokens} out"
     if usage.recomputations:
         parts.append(f"recomputed {usage.recomputations} times")
     if usage.targets_met is not None:
@@ -79,6 +81,7 @@ def counter_rows(counters: Counters) -> list[tuple[str, str]]:
         ("KV moved to the host", size(counters.swapped_out_bytes)),
         ("KV moved to the GPU", size(counters.swapped_in_bytes)),
         ("tokens prefilled", f"{counters.prefilled_tokens:,}"),
+        ("tokens cached", f"{counters.cached_tokens:,}"),
         ("tokens generated", f"{counters.generated_tokens:,}"),
         ("preemptions", f"{counters.preemptions:,}"),
         ("tokens recomputed", f"{counters.recomputed_tokens:,}"),

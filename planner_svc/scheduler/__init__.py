@@ -1,7 +1,7 @@
 """Turns requests and results into iteration plans: the only code that decides. No I/O, clock or log."""
 
 from planner_svc.scheduler.admission import AdmissionError, AdmissionReason, LateError
-from planner_svc.scheduler.events import Applied, Counters, TokenEvent
+from planner_svc.scheduler.events import Applied, Counters, History, TokenEvent
 from planner_svc.scheduler.limits import Capacity, ModePolicy
 from planner_svc.scheduler.scheduler import Scheduler
 from planner_svc.scheduler.sequence import DEFAULT_CLASS, SequenceRequest, ServiceClass, Targets
@@ -13,6 +13,7 @@ __all__ = [
     "Applied",
     "Capacity",
     "Counters",
+    "History",
     "LateError",
     "ModePolicy",
     "Scheduler",

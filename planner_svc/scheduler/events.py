@@ -24,6 +24,16 @@ class Applied:
 
 
 @dataclass(frozen=True, slots=True)
+class History:
+    """What became of one sequence's KV."""
+
+    num_recomputations: int = 0
+    """How often it was given up."""
+    num_cached_tokens: int = 0
+    """Of its prompt, found computed when it was first admitted."""
+
+
+@dataclass(frozen=True, slots=True)
 class Counters:
     """Since the scheduler was made; resets keep them."""
 
@@ -45,6 +55,8 @@ class Counters:
     """Scheduled tokens whose KV had been computed before."""
     prefilled_tokens: int = 0
     """Scheduled tokens of prompts, each counted once."""
+    cached_tokens: int = 0
+    """Tokens of admitted prompts that were found computed."""
     generated_tokens: int = 0
     """Handed out by `apply`."""
 

@@ -1,5 +1,7 @@
 """Which prompt chunks an iteration may compute, in what order, and where new prompts would go. Changes nothing."""
 
+from dataclasses import dataclass
+
 from planner_svc.scheduler.batch import Chunk
 from planner_svc.scheduler.limits import Capacity
 from planner_svc.scheduler.order import in_order, num_prefilled, num_to_prefill
@@ -17,6 +19,19 @@ MAX_OVERTAKEN = 16
 """Plans in which shorter prompts may overtake one without targets for which there is no room."""
 _WINDOW = 48
 """Waiting prompts of a kind that a plan looks at: its cost must not depend on how many wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Where a prompt that waits would go."""
+
+    tier: Tier
+    pool: int
+    """Where the tier is the host."""
+    num_blocks: int
+    """Free ones that it takes."""
+    num_cached_tokens: int
+    """Computed there already, in blocks that it shares."""
 
 
 class Prompts:
@@ -59,35 +74,43 @@ class Prompts:
         for sequence in in_order(self.candidates, start_s, prefill_tokens_per_s, self._shares):
             if budget <= 0:
                 break
-            place: tuple[Tier, int] | None = sequence.tier, sequence.pool
+            place, start = (sequence.tier, sequence.pool), num_prefilled(sequence)
             if sequence.state is State.WAITING:
-                place = None if is_closed else self._find_room(sequence)
-                if place is None:
+                room = None if is_closed else self._find_room(sequence)
+                if room is None:
                     # A shorter one may have room; ageing keeps this one from waiting for ever. Who only waits for a
                     # parked one keeps out nobody that is older than that.
                     if not (is_closed or self._waits_for_parked(sequence)):
                         self.held_back.append(sequence)
                         is_closed = self._num_left == 0 or self._is_impatient(sequence)
                     continue
-                self._take_room(sequence, *place)
-            assert place is not None
-            start, total = num_prefilled(sequence), num_to_prefill(sequence)
+                self._take_room(sequence, room)
+                place, start = (room.tier, room.pool), room.num_cached_tokens
+            total = num_to_prefill(sequence)
             num_tokens = min(budget, total - start)
             chunks.append(Chunk(sequence, start, num_tokens, total, *place))
             budget -= num_tokens
         return chunks
 
-    def _find_room(self, sequence: Sequence) -> tuple[Tier, int] | None:
+    def _find_room(self, sequence: Sequence) -> Room | None:
         """The GPU where the prompt fits, else the host pool where its decodes would keep everybody's pace."""
         if self._num_left == 0 or self._waits_for_parked(sequence):
             return None
-        num_blocks = self._capacity.blocks_for(sequence.num_tokens)
-        if num_blocks + self._placement.gpu_margin(self._num_on_gpu) <= self._num_gpu_free:
-            return Tier.GPU, 0
+        room = self._room_in(sequence, Tier.GPU)
+        if room.num_blocks + self._placement.gpu_margin(self._num_on_gpu) <= self._num_gpu_free:
+            return room
         if not self._placement.computes_in(Tier.HOST):
             return None
+        num_blocks = self._capacity.blocks_for(sequence.num_tokens)
         pool = self._placement.pools.for_newcomer(sequence, num_blocks, self._pools)
-        return (Tier.HOST, pool) if pool is not None and self._is_welcome(sequence, num_blocks) else None
+        if pool is None or not self._is_welcome(sequence, num_blocks):
+            return None
+        return self._room_in(sequence, Tier.HOST, pool)
+
+    def _room_in(self, sequence: Sequence, tier: Tier, pool: int = 0) -> Room:
+        num_shared, num_owned = self._residency.shared_prefix(sequence, tier, pool)
+        num_blocks = self._capacity.blocks_for(sequence.num_tokens) - num_owned
+        return Room(tier, pool, num_blocks, num_shared * self._capacity.block_tokens)
 
     def _is_impatient(self, sequence: Sequence) -> bool:
         """Whether none may overtake it any more."""
@@ -98,15 +121,14 @@ class Prompts:
     def _waits_for_parked(self, sequence: Sequence) -> bool:
         return self._oldest_parked is not None and self._oldest_parked < sequence.sequence_id
 
-    def _take_room(self, sequence: Sequence, tier: Tier, pool: int) -> None:
-        num_blocks = self._capacity.blocks_for(sequence.num_tokens)
-        if tier is Tier.GPU:
-            self._num_gpu_free -= num_blocks
+    def _take_room(self, sequence: Sequence, room: Room) -> None:
+        if room.tier is Tier.GPU:
+            self._num_gpu_free -= room.num_blocks
             self._num_on_gpu += 1
         else:
-            self._pools[pool].take(num_blocks)
+            self._pools[room.pool].take(room.num_blocks)
         self._num_left -= 1
-        self._pace.join(sequence, tier)
+        self._pace.join(sequence, room.tier)
 
     def _is_welcome(self, sequence: Sequence, num_blocks: int) -> bool:
         has_company = self._num_on_gpu or any(state.num_sequences for state in self._pools)

@@ -7,6 +7,7 @@ from operator import attrgetter
 
 from planner_svc.scheduler.blocks import BlockAllocator
 from planner_svc.scheduler.limits import Capacity
+from planner_svc.scheduler.prefix import extend_keys
 from planner_svc.scheduler.sequence import Sequence, State
 from svc_common.plan import NewBlocks, NewSequence, Swap, Tier
 
@@ -22,6 +23,8 @@ class Changes:
     swaps: dict[int, Swap] = field(default_factory=dict)
     """By sequence: at most one move in a plan."""
     new_blocks: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    moved: list[Sequence] = field(default_factory=list)
+    """What they hold in their new blocks can be shared once the copies are made: from the next plan on."""
     vacated_host_blocks: list[tuple[int, list[int]]] = field(default_factory=list)
     """(pool, blocks) left by swaps to the GPU. The copies to the host run first, so these can't be handed out in the
     same plan."""
@@ -72,8 +75,8 @@ class Residency:
 
     def used_in(self, pool: int) -> int:
         """The same of one host pool."""
-        vacated = [len(blocks) for of_pool, blocks in self.changes.vacated_host_blocks if of_pool == pool]
-        return self._pools[pool].num_used - sum(vacated)
+        allocator, vacated = self._pools[pool], self.changes.vacated_host_blocks
+        return allocator.num_used - sum(allocator.num_owned_alone(blocks) for of, blocks in vacated if of == pool)
 
     def num_on(self, tier: Tier) -> int:
         """Sequences that hold blocks of the tier."""
@@ -95,19 +98,54 @@ class Residency:
         """Whether one more token needs one more block."""
         return sequence.num_computed_tokens >= len(sequence.blocks) * self._block_tokens
 
+    # --- what begins alike
+
+    def shared_prefix(self, sequence: Sequence, tier: Tier, pool: int = 0) -> tuple[int, int]:
+        """Blocks there that hold the first tokens of one that waits, and how many of them take no room to share.
+
+        At least its last token stays to be computed: something must yield the next one.
+        """
+        allocator = self._allocator_of(tier, pool)
+        blocks = allocator.find(self._keys(sequence)[: (sequence.num_tokens - 1) // self._block_tokens])
+        return len(blocks), allocator.num_owned(blocks)
+
+    def _keys(self, sequence: Sequence) -> list[bytes]:
+        """Of all full blocks of its known tokens; none where it shares with nobody."""
+        salt, keys = sequence.request.cache_salt, sequence.block_keys
+        if salt is not None and len(keys) < sequence.num_tokens // self._block_tokens:
+            extend_keys(keys, salt, sequence.token_ids, self._block_tokens)
+        return keys
+
+    def claim_prefix(self, sequence: Sequence, tier: Tier, pool: int, num_tokens: int) -> None:
+        """Keeps the blocks that `shared_prefix` found, before others are handed out. `admit` follows in this plan."""
+        allocator = self._allocator_of(tier, pool)
+        sequence.blocks = allocator.find(sequence.block_keys[: num_tokens // self._block_tokens])
+        allocator.share(sequence.blocks)
+
+    def note_prefix(self, sequence: Sequence) -> None:
+        """Its full blocks that are computed, or will be by the plan being made, can be shared from the next one on."""
+        if sequence.request.cache_salt is None:
+            return
+        num_blocks = min(sequence.num_computed_tokens, sequence.num_tokens) // self._block_tokens
+        self._allocator(sequence).note_content(sequence.blocks, self._keys(sequence)[:num_blocks])
+
+    # --- coming, growing, moving, leaving
+
     def admit(self, sequence: Sequence, tier: Tier, pool: int = 0) -> None:
         """Gives it blocks for all it has to prefill, so that a prompt once begun never runs out of room.
 
-        `pool`: on the host.
+        `pool`: on the host. Blocks that it shares are its already.
         """
         tokens = sequence.token_ids
+        num_shared = len(sequence.blocks)
         sequence.state = State.RUNNING
         self._settle(sequence, tier, pool)
-        sequence.blocks = self._allocator(sequence).allocate(-(-len(tokens) // self._block_tokens))
+        num_blocks = -(-len(tokens) // self._block_tokens)
+        sequence.blocks = sequence.blocks + self._allocator(sequence).allocate(num_blocks - num_shared)
         sequence.num_prefill_tokens = len(tokens)
-        sequence.num_computed_tokens = 0
+        sequence.num_computed_tokens = num_shared * self._block_tokens
         sequence.num_passed_over = 0
-        self.num_tokens_to_prefill += len(tokens)
+        self.num_tokens_to_prefill += len(tokens) - sequence.num_computed_tokens
         insort(self.sequences, sequence, key=_arrival)
         self.changes.new_sequences.append(
             NewSequence(
@@ -117,12 +155,22 @@ class Residency:
                 blocks=tuple(sequence.blocks),
                 sampling=sequence.request.sampling,
                 num_generated_tokens=len(sequence.outputs),
+                num_cached_tokens=sequence.num_computed_tokens,
             )
         )
 
     def _allocator(self, sequence: Sequence) -> BlockAllocator:
         """Of the blocks where it lies."""
-        return self._gpu if sequence.tier is Tier.GPU else self._pools[sequence.pool]
+        return self._allocator_of(sequence.tier, sequence.pool)
+
+    def _allocator_of(self, tier: Tier, pool: int) -> BlockAllocator:
+        return self._gpu if tier is Tier.GPU else self._pools[pool]
+
+    def num_freed_by(self, sequence: Sequence) -> int:
+        """Blocks that would be free without it: those that it shares would not."""
+        if sequence.request.cache_salt is None:
+            return len(sequence.blocks)
+        return self._allocator(sequence).num_owned_alone(sequence.blocks)
 
     def _settle(self, sequence: Sequence, tier: Tier, pool: int) -> None:
         sequence.tier, sequence.pool = tier, pool
@@ -153,6 +201,7 @@ class Residency:
 
     def move(self, sequence: Sequence, target: Tier, pool: int = 0) -> None:
         """Swaps it out, to a host pool, or in, at most once in a plan. It keeps as many blocks as it had."""
+        self.note_prefix(sequence)
         if target is Tier.GPU:
             self.changes.vacated_host_blocks.append((sequence.pool, sequence.blocks))
         else:
@@ -161,9 +210,12 @@ class Residency:
         self._settle(sequence, target, pool)
         sequence.blocks = blocks = self._allocator(sequence).allocate(len(sequence.blocks))
         self.changes.swaps[sequence.sequence_id] = Swap(sequence.sequence_id, target, tuple(blocks))
+        self.changes.moved.append(sequence)
 
     def leave(self, sequence: Sequence, state: State) -> None:
         """Takes its blocks back at once: the executor runs plans in order, so the next owner writes later."""
+        if not self.has_moved(sequence):  # Else its copy is never made.
+            self.note_prefix(sequence)
         self._allocator(sequence).free(sequence.blocks)
         self._count(sequence, -1)
         self.num_tokens_to_prefill -= max(0, sequence.num_prefill_tokens - sequence.num_computed_tokens)
@@ -180,4 +232,7 @@ class Residency:
         changes, self.changes = self.changes, Changes()
         for pool, blocks in changes.vacated_host_blocks:
             self._pools[pool].free(blocks)
+        for sequence in changes.moved:
+            if sequence.blocks:
+                self.note_prefix(sequence)
         return changes

@@ -9,7 +9,7 @@ from planner_svc.scheduler.batch import Batch
 from planner_svc.scheduler.cohort import Cohort
 from planner_svc.scheduler.costs import Costs
 from planner_svc.scheduler.decision import decide
-from planner_svc.scheduler.events import Applied, Counters, Tally, TokenEvent
+from planner_svc.scheduler.events import Applied, Counters, History, Tally, TokenEvent
 from planner_svc.scheduler.forecast import Forecast
 from planner_svc.scheduler.in_flight import InFlight, Planned
 from planner_svc.scheduler.limits import Capacity, ModePolicy
@@ -290,7 +290,7 @@ class Scheduler:
     def counters(self) -> Counters:
         return self._tally.counters
 
-    def recomputations(self, sequence_id: int) -> int:
-        """How often its KV was given up. Of one that ended: known until the next plan, 0 from then on."""
+    def history(self, sequence_id: int) -> History:
+        """Of one that ended: known until the next plan, empty from then on."""
         sequence = self._live.get(sequence_id) or self._gone.get(sequence_id)
-        return sequence.num_recomputations if sequence else 0
+        return History(sequence.num_recomputations, sequence.num_cached_tokens) if sequence else History()

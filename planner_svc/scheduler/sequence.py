@@ -45,6 +45,8 @@ class SequenceRequest:
     targets: Targets | None = None
     """None: as soon as throughput allows."""
     service_class: ServiceClass = DEFAULT_CLASS
+    cache_salt: str | None = None
+    """Its KV may be shared with sequences that begin alike and have the same; None: with none."""
 
 
 class State(Enum):
@@ -78,6 +80,10 @@ class Sequence:
     pool: int = 0
     """Host pool of its blocks, where these are on the host."""
     blocks: list[int] = field(default_factory=list)
+    block_keys: list[bytes] = field(default_factory=list)
+    """Of its first full blocks, as far as asked for; see prefix.py."""
+    num_cached_tokens: int = 0
+    """Of its prompt, found computed when it was first admitted."""
     num_prefill_tokens: int = 0
     """To compute before the first decode of this stay: the prompt and, after a recomputation, outputs."""
     num_computed_tokens: int = 0

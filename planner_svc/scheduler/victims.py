@@ -45,15 +45,16 @@ class Victims:
             is_there = sequence.state is State.RUNNING and _place(sequence) == pool
             if is_there and sequence.sequence_id > beneficiary.sequence_id:
                 taken.append(best)
-                num_blocks -= len(sequence.blocks)
+                num_blocks -= self._residency.num_freed_by(sequence)
         if num_blocks > 0:
             for item in taken:
                 heappush(ranked, item)
             return None
         needed = []
         for item in reversed(taken):  # The worst to lose first: what came cheaper may be enough without it.
-            if num_blocks + len(item[-1].blocks) <= 0:
-                num_blocks += len(item[-1].blocks)
+            num_freed = self._residency.num_freed_by(item[-1])
+            if num_blocks + num_freed <= 0:
+                num_blocks += num_freed
                 heappush(ranked, item)
             else:
                 needed.append(item[-1])

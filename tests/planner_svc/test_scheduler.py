@@ -189,7 +189,7 @@ def test_without_a_host_the_latest_is_recomputed_with_its_tokens_and_its_random_
         loop.step()
     assert loop.step().released == (2,)
     assert (loop.scheduler.num_waiting, loop.scheduler.num_running) == (1, 1)
-    assert loop.scheduler.recomputations(2) == 1
+    assert loop.scheduler.history(2).num_recomputations == 1
     for _ in range(4):
         loop.step()
     generated = tuple(loop.streams[2])
@@ -375,7 +375,7 @@ def test_reset_recomputes_from_prompt_and_applied_tokens_in_order_of_arrival():
         (4, 4, 0),
     ][: len(plan.new_sequences)]
     assert plan.new_sequences[0].token_ids == loop.requests[1].prompt + tuple(loop.streams[1])
-    assert [loop.scheduler.recomputations(key) for key in (1, 4)] == [1, 0]
+    assert [loop.scheduler.history(key).num_recomputations for key in (1, 4)] == [1, 0]
 
 
 def test_what_lay_on_a_lost_host_is_computed_again_where_there_is_room():

@@ -61,6 +61,7 @@ REQUESTS = st.builds(
     end_token_ids=st.sampled_from([frozenset(), frozenset(), frozenset({3, 11})]),
     targets=TARGETS,
     service_class=CLASSES,
+    cache_salt=st.sampled_from([None, "", "", "another tenant"]),
 )
 
 

@@ -87,7 +87,7 @@ def test_one_swapped_out_and_evicted_again_in_the_same_plan_is_only_released():
     # The first takes the third's place on the GPU, the second then takes its place on the host.
     plan = loop.step()
     assert (plan.released, plan.swaps) == ((3,), ())
-    assert (loop.scheduler.recomputations(3), loop.scheduler.counters.preemptions) == (1, 2)
+    assert (loop.scheduler.history(3).num_recomputations, loop.scheduler.counters.preemptions) == (1, 2)
     loop.run_until_idle()
 
 

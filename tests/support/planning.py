@@ -104,7 +104,7 @@ class Known:
     computed: int = 0
 
 
-Cell = tuple[int, int, int]  # (sequence_id, position, token_id): the KV of one token
+Cell = tuple[int, ...]  # the KV of one token: it depends on that and on all before it
 
 
 @dataclass
@@ -121,6 +121,9 @@ class FakeExecutor:
     modes: list[Mode] = field(default_factory=list)
     cpu_decodes: int = 0
     swaps: int = 0
+    shared: set[tuple[Tier, int]] = field(default_factory=set)
+    """Blocks with several owners."""
+    times_shared: int = 0
     step: CohortStep | None = None
     """The latest part of a cohort's step under way."""
 
@@ -152,6 +155,8 @@ class FakeExecutor:
         for new in plan.new_sequences:
             assert new.sequence_id not in self.sequences
             assert new.token_ids
+            assert new.num_cached_tokens % self.capacity.block_tokens == 0
+            assert 0 <= new.num_cached_tokens < len(new.token_ids)
             self.sequences[new.sequence_id] = Known(
                 tokens=list(new.token_ids),
                 num_prefill=len(new.token_ids),
@@ -159,7 +164,9 @@ class FakeExecutor:
                 tier=new.tier,
                 blocks=list(new.blocks),
                 num_logprobs=new.sampling.num_logprobs,
+                computed=new.num_cached_tokens,
             )
+            self._attend(self.sequences[new.sequence_id])
         assert len(self.sequences) <= self.capacity.max_sequences
         targets = [swap.target for swap in plan.swaps]
         assert targets == sorted(targets, key=lambda target: target is Tier.GPU), "to the host first"
@@ -200,21 +207,43 @@ class FakeExecutor:
         known.tier, known.blocks = target, blocks
 
     def _check_ownership(self, plan: IterationPlan) -> None:
+        self.shared.clear()
         for tier in Tier:
-            owned = [block for known in self.sequences.values() if known.tier is tier for block in known.blocks]
-            assert len(set(owned)) == len(owned), f"{tier} block owned twice"
             num_blocks = self.capacity.gpu_blocks if tier is Tier.GPU else self.capacity.host_blocks
-            assert all(0 <= block < num_blocks for block in owned)
+            owners = self._owners(tier)
+            assert all(0 <= block < num_blocks for block in owners)
+            for block, sharers in owners.items():
+                if len(sharers) > 1:
+                    self._check_shared(block, sharers)
+                    self.shared.add((tier, block))
+        self.times_shared += len(self.shared)
         for known in self.sequences.values():
             if known.tier is Tier.HOST:
                 assert len(set(map(self.pool_of, known.blocks))) == 1, "a sequence in two pools"
+
+    def _owners(self, tier: Tier) -> dict[int, list[tuple[Known, int]]]:
+        """By block: who owns it, and where in its table it stands."""
+        owners: dict[int, list[tuple[Known, int]]] = {}
+        for known in self.sequences.values():
+            for place, block in enumerate(known.blocks if known.tier is tier else ()):
+                owners.setdefault(block, []).append((known, place))
+        return owners
+
+    def _check_shared(self, block: int, owners: list[tuple[Known, int]]) -> None:
+        """Only full, computed blocks with the same content have several owners."""
+        first, place = owners[0]
+        end = (place + 1) * self.capacity.block_tokens
+        for known, at in owners:
+            assert at == place, f"block {block} at two places"
+            assert known.computed >= end, f"block {block} shared before it is full"
+            assert known.tokens[:end] == first.tokens[:end], f"block {block} shared by those that differ"
 
     def pool_of(self, block: int) -> int:
         """The host pool that a block lies in."""
         return bisect_right([*accumulate(self.capacity.host_pools)], block)
 
     def blocks_used(self, tier: Tier) -> int:
-        return sum(len(known.blocks) for known in self.sequences.values() if known.tier is tier)
+        return len(self._owners(tier))
 
     def _compute(self, plan: IterationPlan) -> tuple[tuple[int, int], ...]:
         batches = plan.sub_batches
@@ -263,9 +292,9 @@ class FakeExecutor:
         if self.policy == "gpu_only":
             assert known.tier is Tier.GPU
         for position in range(chunk.start, chunk.start + chunk.num_tokens):
-            self._store(chunk.sequence_id, known, position)
+            self._store(known, position)
         known.computed += chunk.num_tokens
-        self._attend(chunk.sequence_id, known)
+        self._attend(known)
         return [self._sample(chunk.sequence_id, known)] if known.computed == known.num_prefill else []
 
     def _decode(self, sequence_id: int, tier: Tier) -> tuple[int, int]:
@@ -273,9 +302,9 @@ class FakeExecutor:
         assert known.tier is tier
         assert known.computed >= known.num_prefill, "decodes before its prompt is complete"
         assert known.computed == len(known.tokens) - 1
-        self._store(sequence_id, known, known.computed)
+        self._store(known, known.computed)
         known.computed += 1
-        self._attend(sequence_id, known)
+        self._attend(known)
         return self._sample(sequence_id, known)
 
     def _step(self, part: CohortStep, plan: IterationPlan) -> list[tuple[int, int]]:
@@ -290,7 +319,7 @@ class FakeExecutor:
                 known = self.sequences[sequence_id]
                 assert known.tier is Tier.HOST
                 assert known.num_prefill <= known.computed == len(known.tokens) - 1
-                self._store(sequence_id, known, known.computed)
+                self._store(known, known.computed)
         else:
             assert self.step is not None
             assert part.sequence_ids == self.step.sequence_ids
@@ -304,20 +333,21 @@ class FakeExecutor:
         self.cpu_decodes += len(part.sequence_ids)
         for sequence_id in part.sequence_ids:
             self.sequences[sequence_id].computed += 1
-            self._attend(sequence_id, self.sequences[sequence_id])
+            self._attend(self.sequences[sequence_id])
         return [self._sample(sequence_id, self.sequences[sequence_id]) for sequence_id in part.sequence_ids]
 
-    def _store(self, sequence_id: int, known: Known, position: int) -> None:
+    def _store(self, known: Known, position: int) -> None:
         block, offset = divmod(position, self.capacity.block_tokens)
         assert block < len(known.blocks), "no block for this token"
-        self.kv[known.tier, known.blocks[block], offset] = (sequence_id, position, known.tokens[position])
+        assert (known.tier, known.blocks[block]) not in self.shared, "writes into a shared block"
+        self.kv[known.tier, known.blocks[block], offset] = tuple(known.tokens[: position + 1])
 
-    def _attend(self, sequence_id: int, known: Known) -> None:
+    def _attend(self, known: Known) -> None:
         """Reads all KV of a sequence: a block reused too early, or copied wrongly, shows here."""
         for position in range(known.computed):
             block, offset = divmod(position, self.capacity.block_tokens)
             cell = self.kv.get((known.tier, known.blocks[block], offset))
-            assert cell == (sequence_id, position, known.tokens[position])
+            assert cell == tuple(known.tokens[: position + 1])
 
     def _sample(self, sequence_id: int, known: Known) -> tuple[int, int]:
         prompt = tuple(known.tokens[: len(known.tokens) - known.num_generated])
