@@ -8,6 +8,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message as PbMessage
 
 from neoflex.types import (
+    CalibrationFactors,
     ClassLoad,
     Completion,
     Counters,
@@ -183,7 +184,12 @@ def server_info(response: pb.GetServerInfoResponse) -> ServerInfo:
         cpu_attention_max_threads=response.cpu_attention_max_threads,
         counters=Counters(**{item.name: getattr(response.counters, item.name) for item in fields(Counters)}),
         service_classes=tuple(_service_class(item) for item in response.service_classes),
+        calibration=_calibration(response.calibration) if response.HasField("calibration") else None,
     )
+
+
+def _calibration(message: pb.CalibrationFactors) -> CalibrationFactors:
+    return CalibrationFactors(**{item.name: getattr(message, item.name) for item in fields(CalibrationFactors)})
 
 
 def _service_class(message: pb.ServiceClass) -> ServiceClass:

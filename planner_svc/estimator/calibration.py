@@ -1,6 +1,7 @@
 """Corrects predictions by what iterations really took: each part of the cost by itself, and then what remains."""
 
 from collections import deque
+from dataclasses import replace
 from statistics import median
 
 from planner_svc.estimator.estimator import Estimator, Question
@@ -28,6 +29,11 @@ class Calibration:
         self._gpu = Fit((1.0, 1.0, 1.0, 1.0, 1.0, 0.0))
         self._cpu, self._head, self._swap = Fit((1.0,)), Fit((1.0,)), Fit((1.0,))
         self._remainders: dict[Mode, _Remainder] = {}
+
+    @property
+    def factors(self) -> Factors:
+        """Of each part of the cost, as they are now: a copy."""
+        return replace(self._factors)
 
     def factor(self, mode: Mode) -> float:
         """Multiply a prediction of `estimator` by this: what its parts together still miss in this mode."""
