@@ -17,6 +17,7 @@ from results import Row, arguments, publish, shared_spec
 
 from planner_svc.estimator import HardwareSpec, ModelFigures, RooflineEstimator
 from planner_svc.scheduler import Capacity, Scheduler, SequenceRequest, Targets
+from planner_svc.simulator.classes import one_class
 from planner_svc.simulator.executor import SimulatedExecutor
 from planner_svc.simulator.metrics import measure
 from planner_svc.simulator.runs import POLICIES, make_policy, run
@@ -116,7 +117,7 @@ def _wrong(spec: Path) -> Iterator[Row]:
 def _share_in_time(truth: Profile, believed: Profile, load: list[Arrival]) -> float:
     """On a machine that is one thing and believed to be another. Raises StalledError where progress stops."""
     executor = SimulatedExecutor(truth.estimator, truth.estimator.kv_bytes_per_token)
-    requests = Simulation(make_policy("neoflex", believed), executor).run(load, truth.targets)
+    requests = Simulation(make_policy("neoflex", believed), executor).run(load, one_class(truth.targets))
     return measure(requests, truth.targets, executor.worked).slo
 
 

@@ -38,6 +38,7 @@ from neoflex.supervisor import LocalStack
 from neoflex.v1 import executor_pb2
 from planner_svc.estimator import Factors, TableEstimator
 from planner_svc.scheduler import Capacity, ModePolicy, Scheduler, Targets
+from planner_svc.simulator.classes import one_class
 from planner_svc.simulator.executor import SimulatedExecutor
 from planner_svc.simulator.metrics import Metrics
 from planner_svc.simulator.metrics import measure as measure_simulated
@@ -141,7 +142,7 @@ class Simulator:
         """`rate` 0: all at once."""
         executor = self.executor()
         scheduler = Scheduler(self.capacity, self.estimator(), self.mode, len(arrivals))
-        requests = Simulation(scheduler, executor).run(at_rate(arrivals, rate), None)
+        requests = Simulation(scheduler, executor).run(at_rate(arrivals, rate), one_class(None))
         return measure_simulated(requests, _NO_TARGETS, executor.worked)
 
 

@@ -26,8 +26,9 @@ def in_order(prompts: Items[Sequence], start_s: float, prefill_tokens_per_s: flo
     """By level and turn; those of a level that cannot come in time, and would make others late, after its others.
 
     A prompt's level is its class's priority; one that has waited too long is on the highest level that waits, and there
-    bound by its class's share; of these, those whose tokens had begun to come go first, then by arrival. Of the prompts up to the first that would be late, the longest of the lowest priority is
-    put off: that leaves the fewest late ones (Moore and Hodgson's rule for one machine).
+    bound by its class's share. Of these, those whose tokens had begun to come go first, then by arrival. Of the prompts
+    up to the first that would be late, the longest of the lowest priority is put off: that leaves the fewest late ones
+    (Moore and Hodgson's rule for one machine).
     """
     aged = {item.sequence_id for item in prompts if is_aged_prompt(item, start_s)}
 

@@ -46,6 +46,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--spec", type=Path, required=True, metavar="FILE", help="JSON file of machine profiles and models")
     add("--profile", type=_names(), required=True, metavar="P[,P]", help="which machines of it; all")
     add("--workload", required=True, metavar="W", help="a file, a recorded trace, or e.g. poisson:prompt=500,output=50")
+    add("--classes", type=Path, metavar="FILE", help="service classes: a server's TOML file, [planner.classes.NAME]")
     add("--requests", type=_whole(1), metavar="N", help="only the first N requests")
     rates = "requests per second: R, R,R,... or FROM:TO:POINTS; 2x: twice the recorded rate; 0: all at once (default 1)"
     add("--rate", "--rates", type=_rates, metavar="R", dest="rates", default=(Rate(1.0),), help=rates)

@@ -7,7 +7,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from planner_svc.simulator.metrics import Metrics
+from planner_svc.simulator.metrics import ClassMetrics, Metrics
 from planner_svc.simulator.study import Outcome
 from planner_svc.simulator.workload import Workload
 
@@ -51,7 +51,18 @@ def to_json(outcome: Outcome, workload: Workload) -> dict[str, Any]:
     for name, places in _QUANTILES.items():
         found[name] = {place: _finite(getattr(metrics, f"{name}_{place}")) for place in places}
     found["busy"] = {lane: getattr(metrics, f"{lane}_busy") for lane in _BUSY}
-    return found | {"unfinished": metrics.unfinished}
+    found["classes"] = {item.name: _class_json(item) for item in metrics.classes}
+    return found | {"unfinished": metrics.unfinished, "refused_late": metrics.refused_late}
+
+
+def _class_json(item: ClassMetrics) -> dict[str, Any]:
+    return {
+        "requests": item.requests,
+        "refused_late": item.refused_late,
+        "slo": item.slo,
+        "ttft": {"p50": _finite(item.ttft_p50), "p95": _finite(item.ttft_p95)},
+        "tpot": {"p50": item.tpot_p50, "p95": item.tpot_p95},
+    }
 
 
 def _finite(value: float) -> float | None:
@@ -76,6 +87,7 @@ def _single(outcome: Outcome, metrics: Metrics, workload: Workload) -> Table:
     for lane in _BUSY:
         result.add_row(_LABELS[lane], f"{getattr(metrics, f'{lane}_busy'):.4g}")
     result.add_row("requests refused: larger than fits", f"{outcome.refused}")
+    result.add_row("requests refused: would have been late", f"{metrics.refused_late}")
     result.add_row("requests not finished", f"{metrics.unfinished}")
     return result
 
@@ -116,6 +128,25 @@ def _latencies(outcomes: Sequence[Outcome]) -> Table:
                 f"{outcome.rate:.4g}",
                 f"{metrics.ttft_p50:.3g}/{metrics.ttft_p95:.3g}/{metrics.ttft_p99:.3g}",
                 f"{metrics.tpot_p50:.3g}/{metrics.tpot_p95:.3g}/{metrics.tpot_p99:.3g}",
+            )
+    return result
+
+
+def classes_table(outcomes: Sequence[Outcome]) -> Table:
+    """How each service class fares."""
+    result = _rows("Service classes", "rate", "class", "requests", "in time", "refused", "TTFT p50/p95", "TPOT p50/p95")
+    for outcome in outcomes:
+        for item in outcome.metrics.classes if outcome.metrics else ():
+            result.add_row(
+                outcome.case.machine,
+                outcome.case.policy,
+                f"{outcome.rate:.4g}",
+                item.name,
+                f"{item.requests}",
+                "no targets" if item.slo is None else f"{item.slo:.3f}",
+                f"{item.refused_late}",
+                f"{item.ttft_p50:.3g}/{item.ttft_p95:.3g}",
+                f"{item.tpot_p50:.3g}/{item.tpot_p95:.3g}",
             )
     return result
 

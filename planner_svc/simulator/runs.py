@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Sequence
 
+from planner_svc.classes import ServiceClasses
 from planner_svc.scheduler import Scheduler
 from planner_svc.simulator.baselines import GpuOnly, Neo
+from planner_svc.simulator.classes import check_names, one_class, without_targets
 from planner_svc.simulator.executor import SimulatedExecutor
 from planner_svc.simulator.metrics import Metrics, measure
 from planner_svc.simulator.policy import Policy
@@ -45,22 +47,27 @@ def run(
     progress: Progress = ignore,
     observer: Observer = ignore,
     may_stall: bool = False,
+    classes: ServiceClasses | None = None,
 ) -> Metrics:
     """`rate` in requests per second; 0: all at once, and nobody asks for a time. Raises InputError.
+
+    `classes`: of the requests, each judged by its own; None: all are of one, with the profile's targets.
 
     Raises StalledError where requests are left that are never planned; with `may_stall` they count as unfinished.
     """
     _check_size(name, profile, arrivals)
+    serving = classes or one_class(profile.targets)
+    check_names(arrivals, serving)
     estimator = profile.estimator
     executor = SimulatedExecutor(estimator, estimator.kv_bytes_per_token)
     simulation = Simulation(make_policy(name, profile), executor, progress, observer)
     try:
-        requests = simulation.run(at_rate(arrivals, rate), profile.targets if rate else None)
+        requests = simulation.run(at_rate(arrivals, rate), serving if rate else without_targets(serving))
     except StalledError as stalled:
         if not may_stall:
             raise
         requests = stalled.requests
-    return measure(requests, profile.targets, executor.worked)
+    return measure(requests, None if classes else profile.targets, executor.worked)
 
 
 def find_capacity(is_met: Callable[[float], bool], first_rate: float, tolerance: float = TOLERANCE) -> float:
