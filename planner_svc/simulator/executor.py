@@ -42,6 +42,7 @@ class SimulatedExecutor:
         """All iterations so far, one after the other."""
         self.latest = Timeline()
         """The last iteration."""
+        self.latest_result = IterationResult(0, 0)
 
     def run(self, plan: IterationPlan) -> tuple[float, IterationResult]:
         """Seconds, and the result that then comes."""
@@ -69,7 +70,16 @@ class SimulatedExecutor:
             timings = timings_of(timeline.total_s, self._estimator.terms(*question))
         self.worked += timeline
         self.latest = timeline
-        return timeline.total_s, IterationResult(plan.epoch, plan.iteration, tuple(tokens), timings=timings)
+        self.latest_result = IterationResult(
+            plan.epoch,
+            plan.iteration,
+            tuple(tokens),
+            timings=timings,
+            gpu_attended_tokens=sum(load.gpu_context_tokens for load in loads),
+            cpu_attended_tokens=sum(load.cpu_context_tokens for load in loads)
+            + cohort.context_tokens * cohort.num_layers // self._estimator.num_layers,
+        )
+        return timeline.total_s, self.latest_result
 
     def _advance(self, batch: SubBatch, tokens: list[tuple[int, int]]) -> SubBatchLoad:
         """Counts the batch's work as done; appends its tokens in the result's order."""

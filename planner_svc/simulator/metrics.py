@@ -96,6 +96,10 @@ class Metrics:
     """When they arrived, because they would have been late."""
     classes: tuple[ClassMetrics, ...]
     """By name."""
+    threads: tuple[tuple[float, int], ...] = ()
+    """(seconds, threads of attention on the CPU from then on), where they follow the load."""
+    threads_mean: float = 0.0
+    """Over the time until the last completion."""
 
 
 def measure(requests: Sequence[Served], targets: Targets | None, worked: Timeline) -> Metrics:

@@ -15,6 +15,9 @@ _PLAIN = ("slo", "thr_makespan", "thr_mid", "goodput", "tokens_per_s", "pertok_m
 _QUANTILES = {"ttft": ("p50", "p95", "p99"), "tpot": ("p50", "p95", "p99"), "gap": ("p50", "p99", "max")}
 _BUSY = ("gpu", "cpu", "link_out", "link_in")
 
+_SHOWN_CHANGES = 12
+"""Of the threads, in the table; JSON has them all."""
+
 _LABELS = {
     "slo": "share of requests in time",
     "thr_makespan": "requests/s over the whole run",
@@ -52,6 +55,8 @@ def to_json(outcome: Outcome, workload: Workload) -> dict[str, Any]:
         found[name] = {place: _finite(getattr(metrics, f"{name}_{place}")) for place in places}
     found["busy"] = {lane: getattr(metrics, f"{lane}_busy") for lane in _BUSY}
     found["classes"] = {item.name: _class_json(item) for item in metrics.classes}
+    if metrics.threads:
+        found["threads"] = {"mean": metrics.threads_mean, "changes": metrics.threads}
     return found | {"unfinished": metrics.unfinished, "refused_late": metrics.refused_late}
 
 
@@ -86,6 +91,11 @@ def _single(outcome: Outcome, metrics: Metrics, workload: Workload) -> Table:
         result.add_row(f"{_LABELS[name]}: {' / '.join(places)}", values)
     for lane in _BUSY:
         result.add_row(_LABELS[lane], f"{getattr(metrics, f'{lane}_busy'):.4g}")
+    if metrics.threads:
+        changes = ", ".join(f"{num} from {at_s:g} s" for at_s, num in metrics.threads[:_SHOWN_CHANGES])
+        more = len(metrics.threads) - _SHOWN_CHANGES
+        result.add_row("CPU attention threads, mean", f"{metrics.threads_mean:.3g}")
+        result.add_row("CPU attention threads", f"{changes}, {more} more changes" if more > 0 else changes)
     result.add_row("requests refused: larger than fits", f"{outcome.refused}")
     result.add_row("requests refused: would have been late", f"{metrics.refused_late}")
     result.add_row("requests not finished", f"{metrics.unfinished}")

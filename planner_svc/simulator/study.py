@@ -27,6 +27,8 @@ class Case:
     profile: Profile
     changes: Changes
     policy: str
+    threads: tuple[int, int] | None = None
+    """Fewest and most that attend on the CPU, which follow the load; None: their number is the machine's."""
 
     @property
     def machine(self) -> str:
@@ -93,7 +95,7 @@ def solve(
 
     def measured(rate: float, observer: Observer | None = None) -> Metrics:
         report = begin(f"{case.label} at {rate:.3g} req/s")
-        metrics = run(case.policy, case.profile, fitting, rate, report, observer or ignore, True, classes)
+        metrics = run(case.policy, case.profile, fitting, rate, report, observer or ignore, True, classes, case.threads)
         return replace(metrics, slo=metrics.slo * num_judged(fitting) / max(1, num_judged(arrivals)))
 
     refused = len(arrivals) - len(fitting)
