@@ -10,7 +10,7 @@ SOURCES := $(PACKAGES) tests benchmarks
 BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints.txt \
 	$(shell find proto svc_common cpu_attn_svc \( -name '*.proto' -o -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt \) 2>/dev/null)
 
-.PHONY: help demo test lint types imports protos format model unit integration clients bench-serve bench-kernel sanitize cross bench-hop bench-overlap bench-executor bench-planner bench-baselines bench-estimate bench-realtime clean
+.PHONY: help demo test lint types imports protos format model unit integration clients bench-serve bench-kernel sanitize cross bench-hop bench-overlap bench-executor bench-planner bench-planner-full bench-baselines bench-estimate bench-realtime clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 
@@ -75,6 +75,9 @@ bench-overlap: $(VENV)/.dev model ## Pipelined iteration time over the longer si
 
 bench-planner: $(VENV)/.dev ## Rates that keep targets, bursts and the cost of a plan, simulated
 	$(BIN)/python benchmarks/planner.py
+
+bench-planner-full: $(VENV)/.dev ## The same on every machine and workload, beside every baseline: takes hours
+	$(BIN)/python benchmarks/planner.py --full
 
 bench-baselines: $(VENV)/.dev ## The simulator's baselines beside their published figures
 	$(BIN)/python benchmarks/baselines.py

@@ -61,7 +61,13 @@ def main() -> None:
     options = parser.parse_args()
     if options.spec is None:
         sys.exit("no simulation spec: give one with --spec")
-    about = "What the simulator's baselines reach, beside what is published with the simulation spec."
+    about = (
+        "What the simulator's baselines reach, beside what is published with the simulation spec. On the T4, whose "
+        "cache holds two requests, a rate at 90 % in time is a steep reading of a flat curve: at the published rates "
+        "of GPU-only 512 and NEO ours serve 97 % and 95 % in time, and the share falls by 0.8 and 0.4 points for each "
+        "0.01 req/s. Which rule differs is not known; it is neither the place of preempted requests in the queue nor "
+        "the watermark."
+    )
     publish("baselines", "Baselines", "make bench-baselines", about, list(_rows(options.spec)), options.publish)
 
 
@@ -69,7 +75,8 @@ def _rows(spec: Path) -> Iterator[Row]:
     for profile, load, policy, published in AT_90:
         at = partial(_run, spec, profile, load, None, policy)
         found = find_capacity(partial(_is_in_time, at), published)
-        yield _row(f"{profile}: {load}, {policy}, rate at {IN_TIME:.0%} in time", policy, found, published)
+        what = f"{profile}: {load}, {policy}, rate at {IN_TIME:.0%} in time"
+        yield _row(what, policy, found, published, f"; {at(published).slo:.1%} in time at that")
     for profile, load, policy, bound_s, published in LATENCY:
         at = partial(_run, spec, profile, load, None, policy)
         found = find_capacity(partial(_is_quick, at, bound_s), published)
@@ -93,8 +100,8 @@ def _is_quick(at: Callable[[float], Metrics], bound_s: float, rate: float) -> bo
     return at(rate).pertok_mean <= bound_s
 
 
-def _row(measure: str, policy: str, found: float, published: float) -> Row:
-    detail = f"{found:.3g} req/s, published {published:g}"
+def _row(measure: str, policy: str, found: float, published: float, more: str = "") -> Row:
+    detail = f"{found:.3g} req/s, published {published:g}{more}"
     if policy == "gpu-only-slo":
         return Row(measure, found / published, "found / published", 1 - DEVIATION, detail=detail)
     deviation = abs(found / published - 1)

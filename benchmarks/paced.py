@@ -53,7 +53,7 @@ class PacedExecutor:
     def profile(self) -> Tables:
         return self._tables
 
-    def run(self, plan: IterationPlan) -> IterationResult:
+    def run(self, plan: IterationPlan, received_ns: int) -> IterationResult:
         start_s = time.perf_counter()
         seconds, result = self._played.run(plan)
         time.sleep(max(0.0, start_s + seconds - time.perf_counter()))

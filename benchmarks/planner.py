@@ -1,22 +1,26 @@
 """What the planner is judged by: rates that keep targets, throughput of bursts, and what a plan costs.
 
-Workloads and machines come from a simulation spec (`--spec`, by default shared/simulation above the repository), and
-some are generated (generated.py). Rates are simulated, so they are the same on every machine; only the cost of a plan
-is measured here.
+Workloads and machines come from a simulation spec (`--spec`, by default shared/simulation above the repository). Rates
+are simulated, so they are the same on every machine; only the cost of a plan is measured here. `--full` takes an hour
+or more: it adds machines that are not what they are believed to be, generated workloads (generated.py), and every
+profile and workload beside every baseline (sweep.py).
 """
 
+import argparse
 import statistics
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import generated
+import sweep
 from results import Row, arguments, publish, shared_spec
 
 from planner_svc.estimator import HardwareSpec, ModelFigures, RooflineEstimator
 from planner_svc.scheduler import Capacity, Scheduler, SequenceRequest, Targets
+from planner_svc.simulator.classes import one_class
 from planner_svc.simulator.executor import SimulatedExecutor
 from planner_svc.simulator.metrics import measure
 from planner_svc.simulator.runs import POLICIES, make_policy, run
@@ -62,18 +66,60 @@ WRONG_BY = (0.7, 1.3)
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--spec", type=Path, default=shared_spec(), help="simulation spec; its workloads lie beside it")
-    parser.add_argument("--only-cost", action="store_true", help="measure the cost of a plan alone")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--only-cost", action="store_true", help="measure the cost of a plan alone")
+    only.add_argument("--only-sweep", action="store_true", help="simulate every profile and workload, and nothing else")
+    only.add_argument("--full", action="store_true", help="all there is")
+    add = parser.add_argument
+    add("--requests", type=int, default=sweep.NUM_REQUESTS, help="of each workload in the sweep, the first so many")
+    add("--profiles", type=lambda text: text.split(","), default=sweep.PROFILES, help="of the sweep")
+    add("--jobs", type=int, default=1, help="processes that simulate the sweep")
+    add("--cells", type=Path, help="file that keeps the sweep's cells, to go on after an interruption")
     options = parser.parse_args()
-    rows = [] if options.only_cost else [*_simulated(options.spec), *generated.rows()]
+    if options.spec is None:
+        print("no simulation spec: rates are not simulated; give one with --spec", file=sys.stderr)
+    if not options.only_sweep:
+        _judge(options)
+    if options.spec is not None and (options.full or options.only_sweep):
+        _sweep(options)
+
+
+def _judge(options: argparse.Namespace) -> None:
+    rows: list[Row] = []
+    if options.spec is not None and not options.only_cost:
+        rows += _reached(options.spec)
+    if options.full:
+        if options.spec is not None:
+            rows += [_no_loss(options.spec, *item) for item in NO_LOSS]
+            rows += _wrong(options.spec)
+        rows += generated.rows()
     rows += _costs()
     about = "Simulated on the machines and workloads of the simulation spec; the cost of a plan is measured."
-    publish("planner", "Planner", "make bench-planner", about, rows, options.publish)
+    publish("planner", "Planner", f"make bench-planner{_suffix(options)}", about, rows, options.publish)
 
 
-def _simulated(spec: Path | None) -> Iterator[Row]:
-    if spec is None:
-        print("no simulation spec: rates are not simulated; give one with --spec", file=sys.stderr)
-        return
+def _sweep(options: argparse.Namespace) -> None:
+    found = sweep.cells(options.spec, options.profiles, options.requests, options.jobs, options.cells)
+    about = (
+        "Every profile and workload of the simulation spec beside NEO, the GPU alone (512 and knee), and the GPU alone "
+        f"with our SLO rules; of each workload the first {options.requests} requests. With targets: rates from "
+        f"{sweep.SHARES[0]:.0%} to {sweep.SHARES[-1]:.0%} of what NeoFlex and the best baseline serve of a burst, as "
+        "far as the best policy serves half of the requests in time. A burst as short as this weighs its end, when "
+        "sequences on a slow CPU finish last. All cells: [performance/sweep.json](performance/sweep.json)."
+    )
+    command = f"make bench-planner{_suffix(options)}"
+    cells = [asdict(cell) for cell in found]
+    rows = list(sweep.rows(found))
+    publish("sweep", "Every profile and workload", command, about, rows, options.publish, cells=cells)
+
+
+def _suffix(options: argparse.Namespace) -> str:
+    """Of the make target that runs this."""
+    return "-full" if options.full or options.only_sweep else ""
+
+
+def _reached(spec: Path) -> Iterator[Row]:
+    """Rates and throughputs that must be reached."""
     for profile, workload, rate, baseline in AT_90:
         metrics = run("neoflex", *_input(spec, profile, workload), rate)
         yield Row(
@@ -92,9 +138,6 @@ def _simulated(spec: Path | None) -> Iterator[Row]:
         yield Row(
             f"{profile}: burst of {workload}", metrics.thr_makespan / target, f"req/s / {target:g}", 1.0, detail=detail
         )
-    for profile, workload, rate in NO_LOSS:
-        yield _no_loss(spec, profile, workload, rate)
-    yield from _wrong(spec)
 
 
 def _wrong(spec: Path) -> Iterator[Row]:
@@ -116,7 +159,7 @@ def _wrong(spec: Path) -> Iterator[Row]:
 def _share_in_time(truth: Profile, believed: Profile, load: list[Arrival]) -> float:
     """On a machine that is one thing and believed to be another. Raises StalledError where progress stops."""
     executor = SimulatedExecutor(truth.estimator, truth.estimator.kv_bytes_per_token)
-    requests = Simulation(make_policy("neoflex", believed), executor).run(load, truth.targets)
+    requests = Simulation(make_policy("neoflex", believed), executor).run(load, one_class(truth.targets))
     return measure(requests, truth.targets, executor.worked).slo
 
 

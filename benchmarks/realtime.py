@@ -1,9 +1,12 @@
 """The same requests through the real stack, in real time, and through the simulator with the tables measured here.
 
-Requests arrive as a Poisson process at shares of the rate that the simulator says a burst is served at. Nobody tells
-the simulator what the real stack took: it has the operations' tables from the start of the stack, the serving scheduler
-and the order of events. A second pass replaces the real executor by one that sleeps for what the tables say: what then
-differs is what the simulator leaves out, not what the tables got wrong.
+Requests arrive as a Poisson process at shares of the rate that the simulator says a burst is served at. The simulator
+has the serving scheduler, the order of events, the operations' tables from the start of the stack, and what the running
+planner has learned of them from other requests, in a warm-up: its factor for each part of an iteration, as `neoflex
+status` shows them. That is needed because the tables are measured with the machine to themselves, while planner and
+client take turns with the executor on the processor's cores; each row also says what the tables alone give. Nobody
+tells the simulator what the requests that count took. A second pass replaces the real executor by one that sleeps for
+what the tables say: what then differs is what the simulator leaves out, not what the tables got wrong.
 
     python benchmarks/realtime.py [--shares 0.5,0.9] [--requests 40] [--rounds 2] [--mode auto] [--publish]
 """
@@ -17,7 +20,7 @@ import re
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +36,9 @@ from gpu_svc.wire import tables_from_json
 from neoflex import AsyncClient
 from neoflex.supervisor import LocalStack
 from neoflex.v1 import executor_pb2
-from planner_svc.estimator import TableEstimator
+from planner_svc.estimator import Factors, TableEstimator
 from planner_svc.scheduler import Capacity, ModePolicy, Scheduler, Targets
+from planner_svc.simulator.classes import one_class
 from planner_svc.simulator.executor import SimulatedExecutor
 from planner_svc.simulator.metrics import Metrics
 from planner_svc.simulator.metrics import measure as measure_simulated
@@ -49,8 +53,10 @@ _ANSWER_TOKENS = (16, 64)
 _GPU_SHARE = 0.5
 _NO_TARGETS = Targets(1e9, 1e9)
 _LATENCY_LIMIT, _THROUGHPUT_LIMIT = 0.15, 0.10
-_WARM_UP = 4
-"""Requests before those that count."""
+_WARM_UP = 16
+"""Requests before those that count: some 300 iterations, from which the planner learns."""
+_WARM_UP_SHARE = 0.7
+"""Of capacity, by the tables alone: the rate at which they arrive."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +104,7 @@ class Simulator:
         self.mode = mode
         self.tables = tables_from_message(json_format.ParseDict(tables, executor_pb2.OperationTables()))
         self._num_layers = num_layers
+        self._factors = Factors()
         self.capacity = Capacity(
             gpu_blocks=info.gpu_blocks,
             host_pools=(info.host_blocks,),
@@ -109,28 +116,45 @@ class Simulator:
         )
 
     def alone(self) -> "Simulator":
-        """The same with all KV on the GPU."""
+        """Tables alone, with all KV on the GPU."""
         other = copy.copy(self)
         capacity = self.capacity
         other.capacity = replace(capacity, gpu_blocks=capacity.gpu_blocks + capacity.host_blocks, host_pools=())
         other.mode = "gpu_only"
+        other._factors = Factors()
+        return other
+
+    def calibrated(self, factors: Factors) -> "Simulator":
+        """The same with each part of an iteration's cost multiplied. Its scheduler is not told and learns it again."""
+        other = copy.copy(self)
+        other._factors = factors
         return other
 
     def estimator(self) -> TableEstimator:
+        """As the tables are."""
         return TableEstimator(self.tables, self._num_layers)
 
     def executor(self) -> SimulatedExecutor:
-        return SimulatedExecutor(self.estimator(), self.capacity.block_bytes // self.capacity.block_tokens)
+        truth = self.estimator().calibrated(self._factors)
+        return SimulatedExecutor(truth, self.capacity.block_bytes // self.capacity.block_tokens)
 
     def run(self, arrivals: Sequence[Arrival], rate: float) -> Metrics:
         """`rate` 0: all at once."""
         executor = self.executor()
         scheduler = Scheduler(self.capacity, self.estimator(), self.mode, len(arrivals))
-        requests = Simulation(scheduler, executor).run(at_rate(arrivals, rate), None)
+        requests = Simulation(scheduler, executor).run(at_rate(arrivals, rate), one_class(None))
         return measure_simulated(requests, _NO_TARGETS, executor.worked)
 
 
 # --- the real stack
+
+
+def learned(stack: LocalStack) -> Factors:
+    """What its planner has learned so far."""
+    factors = stack.server_info().calibration
+    assert factors is not None  # It has served.
+    print("learned in the warm-up:", ", ".join(f"{name} {value:.2f}" for name, value in asdict(factors).items()))
+    return Factors(**asdict(factors))
 
 
 async def serve(address: str, arrivals: Sequence[Arrival], vocab_size: int) -> Outcome:
@@ -165,8 +189,8 @@ async def serve(address: str, arrivals: Sequence[Arrival], vocab_size: int) -> O
 # --- side by side
 
 
-def rows(what: str, rate: float, simulated: Metrics, rounds: Sequence[Outcome]) -> Iterator[Row]:
-    """Real over simulated, medians over the rounds."""
+def rows(what: str, rate: float, simulated: Metrics, told: Metrics, rounds: Sequence[Outcome]) -> Iterator[Row]:
+    """Real over simulated, medians over the rounds. `told`: simulated by the tables alone."""
     for name, quantity, unit, factor, limit in (
         ("ttft_p50", "TTFT p50", "ms", 1e3, _LATENCY_LIMIT),
         ("tpot_p50", "TPOT p50", "ms", 1e3, _LATENCY_LIMIT),
@@ -174,6 +198,8 @@ def rows(what: str, rate: float, simulated: Metrics, rounds: Sequence[Outcome]) 
     ):
         real, predicted = statistics.median(getattr(each, name) for each in rounds), getattr(simulated, name)
         detail = f"real {real * factor:.3g} {unit}, simulated {predicted * factor:.3g}, ratio {real / predicted:.3f}"
+        if told is not simulated:
+            detail += f"; by the tables alone {getattr(told, name) * factor:.3g}"
         where = f"{what}, {rate:.2f} req/s: {quantity}"
         yield Row(where, abs(real / predicted - 1), "|real / simulated - 1|", limit, False, detail)
 
@@ -185,29 +211,33 @@ def measure(args: argparse.Namespace) -> list[Row]:
     num_kv_tokens = args.requests * longest_tokens // 2
     table: list[Row] = []
 
-    def compare(what: str, simulator: Simulator, address: str, share: float) -> None:
+    def compare(what: str, simulator: Simulator, tables: Simulator, address: str, share: float) -> None:
         rate = share * simulator.run(arrivals, 0.0).thr_makespan
         simulated = simulator.run(arrivals, rate)
+        told = simulated if tables is simulator else tables.run(arrivals, rate)
         rounds = [asyncio.run(serve(address, at_rate(arrivals, rate), spec.vocab_size)) for _ in range(args.rounds)]
-        table.extend(rows(f"{what}, {share:.0%} of capacity", rate, simulated, rounds))
+        table.extend(rows(f"{what}, {share:.0%} of capacity", rate, simulated, told, rounds))
 
     with running(
         args.mode, num_kv_tokens, _GPU_SHARE, longest_tokens, "auto", model=args.model, dtype=args.dtype
     ) as stack:
         tables = tables_of(stack)
-        simulator = Simulator(stack, tables, args.mode, spec.num_layers)
-        asyncio.run(serve(stack.address, at_rate(arrivals[:_WARM_UP], 0.0), spec.vocab_size))
+        told = Simulator(stack, tables, args.mode, spec.num_layers)
+        warm_up = workload(_WARM_UP, args.seed + 1)
+        warm_up_rate = _WARM_UP_SHARE * told.run(arrivals, 0.0).thr_makespan
+        asyncio.run(serve(stack.address, at_rate(warm_up, warm_up_rate), spec.vocab_size))
+        simulator = told.calibrated(learned(stack))
         for share in args.shares:
-            compare("real stack", simulator, stack.address, share)
+            compare("real stack", simulator, told, stack.address, share)
         counters = stack.server_info().counters
         config = stack.config
     print(f"iterations: {counters.gpu_only_iterations} on the GPU alone, {counters.asymmetric_iterations} asymmetric")
-    alone = simulator.alone()
+    alone = told.alone()
     shape = KvShape.of(spec, alone.capacity.block_tokens, torch.bfloat16)
     executor = PacedExecutor(alone.executor(), tables_from_json(tables), shape, alone.capacity.gpu_blocks)
     with paced(config, executor) as address:
         for share in args.shares:
-            compare("executor that sleeps", alone, address, share)
+            compare("executor that sleeps", alone, alone, address, share)
     return table
 
 
@@ -225,7 +255,8 @@ def main() -> None:
     about = (
         f"{args.requests} requests of {_PROMPT_TOKENS[0]} to {_PROMPT_TOKENS[1]} tokens with answers of "
         f"{_ANSWER_TOKENS[0]} to {_ANSWER_TOKENS[1]}, Poisson arrivals, mode {args.mode}; shares of the rate at which "
-        f"the simulator serves them as a burst. Medians over {args.rounds} rounds."
+        f"the simulator serves them as a burst. The simulator runs on the tables of the start as calibrated by the "
+        f"running planner in a warm-up of {_WARM_UP} other requests. Medians over {args.rounds} rounds."
     )
     publish("realtime", "Simulator against real time", "make bench-realtime", about, table, args.publish)
 

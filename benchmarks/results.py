@@ -58,8 +58,13 @@ def shared_spec() -> Path | None:
     return next((place for place in places if place.exists()), None)
 
 
-def publish(name: str, title: str, command: str, about: str, rows: Sequence[Row], write: bool) -> None:
-    """Prints the rows; with `write`, leaves them in docs/performance/NAME.json and in the page."""
+def publish(
+    name: str, title: str, command: str, about: str, rows: Sequence[Row], write: bool, **more: Sequence[object]
+) -> None:
+    """Prints the rows; with `write`, leaves them in docs/performance/NAME.json and in the page.
+
+    `more` goes into the JSON alone: what the rows were made of.
+    """
     table = Table(title=title, box=box.SIMPLE)
     for column in ("measure", "ratio", "of", "target", "detail"):
         table.add_column(column, justify="right" if column in ("ratio", "target") else "left")
@@ -70,7 +75,8 @@ def publish(name: str, title: str, command: str, about: str, rows: Sequence[Row]
         return
     RESULTS.mkdir(parents=True, exist_ok=True)
     machine = machine_name()
-    document = {"machine": machine, "command": command, "commit": _commit(), "rows": [asdict(row) for row in rows]}
+    document: dict[str, object] = {"machine": machine, "command": command, "commit": _commit()}
+    document |= {"rows": [asdict(row) for row in rows], **more}
     (RESULTS / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
     lines = [f"## {title}", "", about, "", f"`{command}`, {machine}, commit {document['commit']}.", ""]
     lines += ["| measure | ratio | of | target | |", "|---|---:|---|---:|---|"]

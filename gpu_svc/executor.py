@@ -93,9 +93,13 @@ class Executor:
         return tables
 
     @torch.inference_mode()
-    def run(self, plan: IterationPlan) -> IterationResult:
-        """Never raises for what a plan, the CPU attention service or the device can do wrong: the result says it."""
-        start_ns = time.perf_counter_ns()
+    def run(self, plan: IterationPlan, received_ns: int | None = None) -> IterationResult:
+        """Never raises for what a plan, the CPU attention service or the device can do wrong: the result says it.
+
+        `received_ns`: when the plan was there, by time.perf_counter_ns; None: now. From then on, or from the end of the
+        iteration before, time counts as the iteration's: handing over is part of what a token takes.
+        """
+        start_ns = max(received_ns or time.perf_counter_ns(), self._last_end_ns)
         epoch = self._epoch
         if epoch is None or plan.epoch != epoch.number:
             return _failure(plan.epoch, plan.iteration, ExecutionError.STALE, f"epoch {plan.epoch} is not open")

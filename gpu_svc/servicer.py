@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor as ThreadExecutor
 from functools import partial
@@ -105,7 +106,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         async def take_plans() -> None:
             try:
                 async for request in request_iterator:
-                    await pending.put(self._in_thread(partial(self._run, request.plan)))
+                    await pending.put(self._in_thread(partial(self._run, request.plan, time.perf_counter_ns())))
             except Exception:
                 await pending.put(None)
                 raise
@@ -119,13 +120,13 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         finally:
             reader.cancel()
 
-    def _run(self, message: pb.IterationPlan) -> IterationResult:
+    def _run(self, message: pb.IterationPlan, received_ns: int) -> IterationResult:
         """On the executor's thread, so that a plan is read while none runs beside it and in its turn."""
         try:
             plan = plan_from_pb(message)
         except InvalidPlanError as error:
             return self._executor.fail(message.epoch, message.iteration, ExecutionError.INVALID_PLAN, str(error))
-        return self._executor.run(plan)
+        return self._executor.run(plan, received_ns)
 
     async def GetExecutorStatus(
         self, request: pb.GetExecutorStatusRequest, context: Context

@@ -84,11 +84,13 @@ def _model(config: Config, root: Path) -> Iterator[Finding]:
 
 
 def _processor(config: Config, root: Path) -> Iterator[Finding]:
-    try:
-        kernel = choose_instruction_set(config.cpu_attn.instruction_set)
-    except ValueError as error:
-        yield Finding(Level.PROBLEM, "CPU kernels", platform.machine(), f"cpu_attn.instruction_set: {error}")
-        return
+    for index, service in enumerate(config.cpu_attn):
+        try:
+            kernel = choose_instruction_set(service.instruction_set)
+        except ValueError as error:
+            advice = f"{config.cpu_attn_key(index)}.instruction_set: {error}"
+            yield Finding(Level.PROBLEM, "CPU kernels", platform.machine(), advice)
+            return
     slow = kernel in _SLOW_KERNELS
     advice = "attention on the CPU gains from a processor with AVX-512 or NEON" if slow else ""
     yield Finding(Level.NOTE if slow else Level.OK, "CPU kernels", kernel, advice)
@@ -96,7 +98,7 @@ def _processor(config: Config, root: Path) -> Iterator[Finding]:
 
 def _cores(config: Config, root: Path) -> Iterator[Finding]:
     cores, here = usable_cores(), os.cpu_count() or 1
-    wanted = config.gpu.num_threads + (config.cpu_attn.num_threads if config.cpu_attn.kv_bytes else 0)
+    wanted = config.gpu.num_threads + sum(service.num_threads for service in config.cpu_attn_services)
     found = f"{cores} of {here}" if cores < here else str(cores)
     if wanted > cores:
         advice = f"gpu.num_threads and cpu_attn.num_threads are {wanted} together: one too many slows all down"
@@ -110,7 +112,7 @@ def _cores(config: Config, root: Path) -> Iterator[Finding]:
 def _memory(config: Config, plays_gpu: bool) -> Finding:
     """`plays_gpu`: the GPU's KV lies in this memory, too."""
     usable = usable_memory_bytes()
-    wanted = {"cpu_attn.kv_bytes": config.cpu_attn.kv_bytes}
+    wanted = {"cpu_attn.kv_bytes": _host_bytes(config)}
     if plays_gpu:
         wanted["gpu.kv_bytes"] = config.gpu.kv_bytes
     total = sum(wanted.values())
@@ -120,22 +122,30 @@ def _memory(config: Config, plays_gpu: bool) -> Finding:
     return Finding(Level.OK, "memory", found)
 
 
+def _host_bytes(config: Config) -> int:
+    return sum(service.kv_bytes for service in config.cpu_attn_services)
+
+
 def _segment(config: Config, root: Path) -> Iterator[Finding]:
-    if not config.cpu_attn.kv_bytes:
-        return
-    directory = config.cpu_attn.segment_dir
+    """Pools in one directory share its room."""
+    wanted: dict[Path, int] = {}
+    for service in config.cpu_attn_services:
+        wanted[service.segment_dir] = wanted.get(service.segment_dir, 0) + service.kv_bytes
+    for directory, num_bytes in wanted.items():
+        yield _shared_memory(directory, num_bytes, root)
+
+
+def _shared_memory(directory: Path, num_bytes: int, root: Path) -> Finding:
     try:
         status = os.statvfs(root / directory.relative_to("/") if directory.is_absolute() else directory)
     except OSError as error:
-        yield Finding(Level.PROBLEM, "shared memory", str(directory), f"cpu_attn.segment_dir: {error.strerror}")
-        return
+        return Finding(Level.PROBLEM, "shared memory", str(directory), f"cpu_attn.segment_dir: {error.strerror}")
     free = status.f_bavail * status.f_frsize
-    found = f"{directory}: {free / _GIB:.2f} GiB free, cpu_attn.kv_bytes {config.cpu_attn.kv_bytes / _GIB:.2f} GiB"
-    if config.cpu_attn.kv_bytes > free:
-        advice = "raise --shm-size (compose: shm_size), mount a larger tmpfs, or name another cpu_attn.segment_dir"
-        yield Finding(Level.PROBLEM, "shared memory", found, advice)
-    else:
-        yield Finding(Level.OK, "shared memory", found)
+    found = f"{directory}: {free / _GIB:.2f} GiB free, cpu_attn.kv_bytes {num_bytes / _GIB:.2f} GiB"
+    if num_bytes <= free:
+        return Finding(Level.OK, "shared memory", found)
+    advice = "raise --shm-size (compose: shm_size), mount a larger tmpfs, or name another cpu_attn.segment_dir"
+    return Finding(Level.PROBLEM, "shared memory", found, advice)
 
 
 def _huge_pages(config: Config, root: Path) -> Iterator[Finding]:
@@ -151,7 +161,7 @@ def _huge_pages(config: Config, root: Path) -> Iterator[Finding]:
 
 def _numa(config: Config, root: Path) -> Iterator[Finding]:
     nodes = len(list((root / "sys/devices/system/node").glob("node[0-9]*")))
-    if nodes > 1:
+    if nodes > len(config.cpu_attn):
         advice = "run one CPU attention service per node: a pool on the other node is read at half the speed"
         yield Finding(Level.NOTE, "NUMA nodes", str(nodes), advice)
     else:
@@ -192,7 +202,7 @@ def _locked_memory(config: Config) -> Finding:
     if limit == resource.RLIM_INFINITY:
         return Finding(Level.OK, "locked memory", "unlimited")
     found = f"{limit / _GIB:.2f} GiB"
-    if limit >= config.cpu_attn.kv_bytes:
+    if limit >= _host_bytes(config):
         return Finding(Level.OK, "locked memory", found)
     advice = "ulimit -l unlimited (compose: ulimits: memlock: -1), where the driver counts pinned memory"
     return Finding(Level.NOTE, "locked memory", found, advice)

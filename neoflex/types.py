@@ -206,6 +206,25 @@ class HostPool:
 
 
 @dataclass(frozen=True, slots=True)
+class CalibrationFactors:
+    """By what the planner multiplies each part of the cost that it was told at the start; 1: as told."""
+
+    weights: float
+    """Linear operations: what a single token takes."""
+    tokens: float
+    """Linear operations: what further tokens add."""
+    prefill: float
+    gpu_decode: float
+    overhead: float
+    """Of an iteration, and of trips to the CPU on the GPU's side."""
+    contention: float
+    """A share: by how much of the time in which both processors work the GPU's work gets longer. 0: as told."""
+    cpu_decode: float
+    head: float
+    swap: float
+
+
+@dataclass(frozen=True, slots=True)
 class ServerInfo:
     version: str
     uptime_s: float
@@ -226,6 +245,8 @@ class ServerInfo:
     """By name."""
     host_pools: tuple[HostPool, ...] = ()
     """One for each CPU attention service, in the order of the configuration."""
+    calibration: CalibrationFactors | None = None
+    """None before the executor's first epoch."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message as PbMessage
 
 from neoflex.types import (
+    CalibrationFactors,
     ClassLoad,
     Completion,
     Counters,
@@ -190,7 +191,12 @@ def server_info(response: pb.GetServerInfoResponse) -> ServerInfo:
             HostPool(**{item.name: getattr(pool, item.name) for item in fields(HostPool)})
             for pool in response.host_pools
         ),
+        calibration=_calibration(response.calibration) if response.HasField("calibration") else None,
     )
+
+
+def _calibration(message: pb.CalibrationFactors) -> CalibrationFactors:
+    return CalibrationFactors(**{item.name: getattr(message, item.name) for item in fields(CalibrationFactors)})
 
 
 def _service_class(message: pb.ServiceClass) -> ServiceClass:

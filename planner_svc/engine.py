@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from planner_svc import refusals
 from planner_svc.classes import ServiceClasses
 from planner_svc.counters import ClassTallies, Counters, FinishRate, Load
-from planner_svc.estimator import Estimator
+from planner_svc.estimator import Estimator, Factors
 from planner_svc.generation import EndReason, Generation, GenerationRequest
 from planner_svc.scheduler import (
     AdmissionError,
@@ -255,6 +255,10 @@ class Engine:
     def scheduler_counters(self) -> SchedulerCounters:
         """What the scheduler has counted since the planner started."""
         return self._scheduler.counters if self._scheduler else SchedulerCounters()
+
+    def calibration_factors(self) -> Factors | None:
+        """What was learned of the executor; None before its first epoch."""
+        return self._scheduler.calibration_factors if self._scheduler else None
 
     # --- how requests end
 

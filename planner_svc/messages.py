@@ -1,10 +1,12 @@
 """Turns what the engine says into the messages of inference.proto."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 
 from neoflex.v1 import inference_pb2 as pb
 from planner_svc.classes import ServiceClasses
 from planner_svc.counters import ClassCounters, Counters, Load
+from planner_svc.estimator import Factors
 from planner_svc.executor_client import Placement
 from planner_svc.generation import Delta, EndReason, Finished, Position
 from planner_svc.scheduler import Counters as SchedulerCounters
@@ -52,6 +54,10 @@ def usage_message(finished: Finished) -> pb.Usage:
         cached_tokens=finished.cached_tokens,
         targets_met=finished.targets_met,
     )
+
+
+def calibration_message(factors: Factors) -> pb.CalibrationFactors:
+    return pb.CalibrationFactors(**asdict(factors))
 
 
 def counters_message(counters: Counters, scheduler: SchedulerCounters) -> pb.ServerCounters:

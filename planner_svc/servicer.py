@@ -118,6 +118,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             counters=messages.counters_message(self._engine.counters, self._engine.scheduler_counters()),
             service_classes=messages.class_messages(self._classes, self._engine.classes.counters),
         )
+        if factors := self._engine.calibration_factors():
+            response.calibration.CopyFrom(messages.calibration_message(factors))
         if placement := self._placement():
             response.device = placement.device
             response.block_bytes = placement.block_bytes

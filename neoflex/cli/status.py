@@ -12,7 +12,7 @@ from neoflex.channel import DEFAULT_ADDRESS
 from neoflex.cli.arguments import ServerAddress
 from neoflex.cli.output import counter_rows, explain_device, out, size
 from neoflex.client import Client
-from neoflex.types import ClassLoad, HostPool, Load, ModelInfo, ServerInfo
+from neoflex.types import CalibrationFactors, ClassLoad, HostPool, Load, ModelInfo, ServerInfo
 
 
 def status(
@@ -29,6 +29,8 @@ def status(
     else:
         out.print(_table(address, model, server, load))
         out.print(_classes(server, load))
+        if server.calibration:
+            out.print(_calibration(server.calibration))
         explain_device(server.device)
 
 
@@ -83,6 +85,25 @@ def _classes(server: ServerInfo, load: Load) -> Table:
             f"{item.requests_late:,}",
             f"{item.requests_refused:,}" if item.refuses_late else "never",
         )
+    return table
+
+
+def _calibration(factors: CalibrationFactors) -> Table:
+    """What was learned, in the order in which an iteration is made up."""
+    title = "\nMeasured over what was told at the start, by part of an iteration"
+    table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+    for part, value in (
+        ("linear operations, one token", factors.weights),
+        ("linear operations, further tokens", factors.tokens),
+        ("attention of prompts", factors.prefill),
+        ("attention of decodes on the GPU", factors.gpu_decode),
+        ("attention of decodes on the CPU", factors.cpu_decode),
+        ("output head and sampling", factors.head),
+        ("moving KV between tiers", factors.swap),
+        ("the rest", factors.overhead),
+    ):
+        table.add_row(part, f"{value:.2f}")
+    table.add_row("slower while both processors work", f"{factors.contention:.0%}")
     return table
 
 

@@ -2,6 +2,7 @@
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import median
 
 from planner_svc.estimator.estimator import Estimator, IterationLoad
@@ -31,6 +32,11 @@ class Calibration:
         self._cpus = defaultdict[int, Fit](lambda: Fit((1.0,)))
         """By host pool."""
         self._remainders: dict[Mode, _Remainder] = {}
+
+    @property
+    def factors(self) -> Factors:
+        """Of each part of the cost, as they are now: a copy."""
+        return replace(self._factors)
 
     def factor(self, mode: Mode) -> float:
         """Multiply a prediction of `estimator` by this: what its parts together still miss in this mode."""

@@ -26,7 +26,7 @@ _IN_TIME_PER_LATE = 40
 """So many in time lower the factor by what one late one raises it."""
 _STEP = 1.25
 """Of the factor, for each late one."""
-_LOWEST, _HIGHEST = 0.5, 4.0
+_LOWEST, _HIGHEST = 0.2, 4.0
 """Of the factor."""
 _LEAST_SHARE = 0.1
 """Of the executor, that prompts have beside decodes."""

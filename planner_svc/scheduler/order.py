@@ -26,11 +26,17 @@ def in_order(prompts: Items[Sequence], start_s: float, prefill_tokens_per_s: flo
     """By level and turn; those of a level that cannot come in time, and would make others late, after its others.
 
     A prompt's level is its class's priority; one that has waited too long is on the highest level that waits, and there
-    bound by its class's share. Of the prompts up to the first that would be late, the longest of the lowest priority is
-    put off: that leaves the fewest late ones (Moore and Hodgson's rule for one machine).
+    bound by its class's share. Of these, those whose tokens had begun to come go first, then by arrival. Of the prompts
+    up to the first that would be late, the longest of the lowest priority is put off: that leaves the fewest late ones
+    (Moore and Hodgson's rule for one machine).
     """
     aged = {item.sequence_id for item in prompts if is_aged_prompt(item, start_s)}
-    ordered = sorted(prompts, key=lambda item: (item.sequence_id not in aged, item.due_s, item.sequence_id))
+
+    def place(sequence: Sequence) -> tuple[bool, float, int]:
+        is_aged = sequence.sequence_id in aged
+        return not is_aged, not sequence.outputs if is_aged else sequence.due_s, sequence.sequence_id
+
+    ordered = sorted(prompts, key=place)
     if shares.is_single:
         put_off = _put_off(ordered, aged, start_s, prefill_tokens_per_s)
         return sorted(ordered, key=lambda item: item.sequence_id in put_off)

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from planner_svc.estimator import Calibration, Estimator
+from planner_svc.estimator import Calibration, Estimator, Factors
 from planner_svc.scheduler.admission import AdmissionError, AdmissionReason, check
 from planner_svc.scheduler.assembly import Assembly
 from planner_svc.scheduler.batch import Batch
@@ -289,6 +289,11 @@ class Scheduler:
     @property
     def counters(self) -> Counters:
         return self._tally.counters
+
+    @property
+    def calibration_factors(self) -> Factors:
+        """What was learned of the executor, by part of the cost."""
+        return self._calibration.factors
 
     def history(self, sequence_id: int) -> History:
         """Of one that ended: known until the next plan, empty from then on."""

@@ -13,6 +13,8 @@ BATCH_TTFT_S = 60.0
 """A request without targets takes its place among others as if its first token were due then."""
 AGED_TTFTS = 20
 """A prompt that has waited this many times its target comes before all others."""
+INTERRUPTED_TTFTS = 5
+"""The same for one whose tokens had begun to come and that must be computed again, counted from its next token."""
 _LEAST_TTFT_S = 1.0
 """Taken for less than that there, where the class has no target: nobody overtakes by asking for the impossible."""
 
@@ -65,6 +67,8 @@ def is_aged_prompt(sequence: Sequence, now: float) -> bool:
     """Whether it has waited for too long. A target below its class's makes it no less patient."""
     own, of_class = sequence.request.targets, sequence.request.service_class.targets
     ttft_s = max(own.ttft_s, of_class.ttft_s if of_class else _LEAST_TTFT_S) if own else BATCH_TTFT_S
+    if sequence.outputs and now - sequence.due_s > INTERRUPTED_TTFTS * ttft_s:
+        return True
     return now - sequence.arrival_s > AGED_TTFTS * ttft_s
 
 

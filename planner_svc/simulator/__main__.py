@@ -9,8 +9,10 @@ from contextlib import contextmanager, nullcontext
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from planner_svc.classes import ServiceClasses
 from planner_svc.simulator import iterations, report
 from planner_svc.simulator.arguments import parse, tasks
+from planner_svc.simulator.classes import check_names, one_class, read_classes
 from planner_svc.simulator.simulation import Progress as Report
 from planner_svc.simulator.study import Outcome, Task, Titled, solve, solve_beside
 from svc_common import workloads
@@ -36,10 +38,12 @@ def main() -> None:
 def _answer(options: argparse.Namespace) -> None:
     load = workloads.read(options.workload, options.requests)
     rows = tasks(options, load.own_rate)
+    classes = read_classes(options.classes) if options.classes else None
+    check_names(load.arrivals, classes or one_class(None))
     if options.trace is not None and len(rows) > 1:
         raise InputError(f"--trace: needs a single run, these are {len(rows)}")
     outcomes = []
-    for outcome in _solved(options, rows, load):
+    for outcome in _solved(options, rows, load, classes):
         outcomes.append(outcome)
         if options.json:
             print(json.dumps(report.to_json(outcome, load)), flush=True)
@@ -47,16 +51,20 @@ def _answer(options: argparse.Namespace) -> None:
         console = Console()
         console = console if console.is_terminal else Console(width=_PIPED_WIDTH)
         console.print(*report.tables(outcomes, load))
+        if classes:
+            console.print(report.classes_table(outcomes))
     if options.png is not None:
         _draw(options, outcomes, load)
 
 
-def _solved(options: argparse.Namespace, rows: list[Task], load: Workload) -> Iterator[Outcome]:
+def _solved(
+    options: argparse.Namespace, rows: list[Task], load: Workload, classes: ServiceClasses | None
+) -> Iterator[Outcome]:
     """In the order of the rows."""
     if options.jobs > 1 and len(rows) > 1:
         with _bar(options.json) as bar:
             task = bar.add_task(f"{len(rows)} runs", total=len(rows))
-            for outcome in solve_beside(rows, load.arrivals, options.jobs):
+            for outcome in solve_beside(rows, load.arrivals, options.jobs, classes):
                 bar.advance(task)
                 yield outcome
         return
@@ -65,7 +73,7 @@ def _solved(options: argparse.Namespace, rows: list[Task], load: Workload) -> It
             place = f" ({number} of {len(rows)})" if len(rows) > 1 else ""
             traced = iterations.writing(options.trace, row.case.label) if options.trace else nullcontext()
             with traced as observer:
-                yield solve(row, load.arrivals, _titled(bar, place), observer)
+                yield solve(row, load.arrivals, _titled(bar, place), observer, classes)
 
 
 def _titled(bar: Progress, place: str) -> Titled:

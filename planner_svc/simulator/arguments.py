@@ -15,6 +15,7 @@ from svc_common.workloads import InputError
 _LOWEST_RATE, _HIGHEST_RATE = 1e-6, 1e6
 _MOST_POINTS = 1000
 _MOST_JOBS = 1024
+_MOST_THREADS = 1024
 _ABOUT = """\
 The scheduler that serves, on a machine and a workload that exist on paper only; docs/simulate.md explains the files.
 Several values of --profile, --set, --policy or --rate, separated by commas, give one row for each combination.
@@ -47,6 +48,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--spec", type=Path, required=True, metavar="FILE", help="JSON file of machine profiles and models")
     add("--profile", type=_names(), required=True, metavar="P[,P]", help="which machines of it; all")
     add("--workload", required=True, metavar="W", help="a file, a recorded trace, or e.g. poisson:prompt=500,output=50")
+    add("--classes", type=Path, metavar="FILE", help="service classes: a server's TOML file, [planner.classes.NAME]")
     add("--requests", type=_whole(1), metavar="N", help="only the first N requests")
     rates = "requests per second: R, R,R,... or FROM:TO:POINTS; 2x: twice the recorded rate; 0: all at once (default 1)"
     add("--rate", "--rates", type=_rates, metavar="R", dest="rates", default=(Rate(1.0),), help=rates)
@@ -55,6 +57,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     share = "search the highest rate at which this share of the requests is in time, from --rate"
     add("--find-capacity", type=_number(0, 1), metavar="SHARE", help=share)
     add("--tolerance", type=_number(1e-4, 0.5), metavar="T", help=f"of the rate found (default {TOLERANCE:g})")
+    elastic = "let threads of attention on the CPU follow the load between these; the figures of the spec are of MOST"
+    add("--elastic", type=_threads, metavar="LEAST:MOST", help=elastic)
     add("--jobs", type=_whole(1, _MOST_JOBS), default=1, metavar="N", help="run so many at once, a process each")
     add("--json", action="store_true", help="print one JSON object a line for each run")
     add("--png", type=Path, metavar="FILE", help="draw curves over the rates, or the capacities")
@@ -74,7 +78,7 @@ def tasks(options: argparse.Namespace, own_rate: float | None) -> list[Task]:
     policies = POLICIES if options.policy == ("all",) else options.policy
     variants = [tuple(changes) for changes in product(*_choices(options.set))]
     cases = [
-        Case(spec.profile(name, dict(changes)), changes, policy)
+        Case(spec.profile(name, dict(changes)), changes, policy, options.elastic)
         for name in names
         for changes in variants
         for policy in policies
@@ -101,6 +105,8 @@ def _check(options: argparse.Namespace) -> None:
         raise InputError("argument --tolerance: only with --find-capacity")
     elif options.png is not None and len(options.rates) < 2:
         raise InputError("argument --png: curves need at least 2 rates, see --rate, or --find-capacity")
+    if options.elastic is not None and options.policy != ("neoflex",):
+        raise InputError("argument --elastic: only with the policy neoflex, which alone changes threads")
     keys = [key for key, _ in options.set]
     for key in keys:
         if keys.count(key) > 1:
@@ -146,6 +152,16 @@ def _whole(lowest: int, highest: int | None = None) -> Callable[[str], int]:
         return value
 
     return convert
+
+
+def _threads(text: str) -> tuple[int, int]:
+    least_text, separator, most_text = text.partition(":")
+    if not separator:
+        raise argparse.ArgumentTypeError(f"must be LEAST:MOST, is {text!r}")
+    least, most = _whole(1, _MOST_THREADS)(least_text), _whole(1, _MOST_THREADS)(most_text)
+    if least > most:
+        raise argparse.ArgumentTypeError(f"the least, {least}, is above the most, {most}")
+    return least, most
 
 
 def _names(known: Sequence[str] | None = None) -> Callable[[str], tuple[str, ...]]:

@@ -52,6 +52,7 @@ class SimulatedExecutor:
         """All iterations so far, one after the other."""
         self.latest = Timeline()
         """The last iteration."""
+        self.latest_result = IterationResult(0, 0)
 
     def run(self, plan: IterationPlan) -> tuple[float, IterationResult]:
         """Seconds, and the result that then comes."""
@@ -81,9 +82,17 @@ class SimulatedExecutor:
             pool_work = tuple(PoolWork(round(seconds * 1e9)) for seconds in terms.cpu_pools_s)
         self.worked += timeline
         self.latest = timeline
-        return timeline.total_s, IterationResult(
-            plan.epoch, plan.iteration, tuple(tokens), timings=timings, pool_work=pool_work
+        self.latest_result = IterationResult(
+            plan.epoch,
+            plan.iteration,
+            tuple(tokens),
+            timings=timings,
+            gpu_attended_tokens=sum(load.gpu_context_tokens for load in loads),
+            cpu_attended_tokens=sum(load.cpu_context_tokens for load in loads)
+            + cohort.context_tokens * cohort.num_layers // self._estimator.num_layers,
+            pool_work=pool_work,
         )
+        return timeline.total_s, self.latest_result
 
     def _advance(self, batch: SubBatch, tokens: list[tuple[int, int]]) -> SubBatchLoad:
         """Counts the batch's work as done; appends its tokens in the result's order."""

@@ -10,7 +10,7 @@ class Policy(Protocol):
     """Plans name sequences and tiers; a baseline may leave block ids out."""
 
     def add(self, request: SequenceRequest, now: float) -> int:
-        """Queues a request and returns its sequence id, counted from 1."""
+        """Queues a request and returns its sequence id, counted from 1. LateError: it is refused."""
         ...
 
     def plan(self, now: float) -> IterationPlan | None:

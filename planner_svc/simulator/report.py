@@ -7,13 +7,16 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from planner_svc.simulator.metrics import Metrics
+from planner_svc.simulator.metrics import ClassMetrics, Metrics
 from planner_svc.simulator.study import Outcome
 from svc_common.workloads.workload import Workload
 
 _PLAIN = ("slo", "thr_makespan", "thr_mid", "goodput", "tokens_per_s", "pertok_mean")
 _QUANTILES = {"ttft": ("p50", "p95", "p99"), "tpot": ("p50", "p95", "p99"), "gap": ("p50", "p99", "max")}
 _BUSY = ("gpu", "cpu", "link_out", "link_in")
+
+_SHOWN_CHANGES = 12
+"""Of the threads, in the table; JSON has them all."""
 
 _LABELS = {
     "slo": "share of requests in time",
@@ -51,7 +54,20 @@ def to_json(outcome: Outcome, workload: Workload) -> dict[str, Any]:
     for name, places in _QUANTILES.items():
         found[name] = {place: _finite(getattr(metrics, f"{name}_{place}")) for place in places}
     found["busy"] = {lane: getattr(metrics, f"{lane}_busy") for lane in _BUSY}
-    return found | {"unfinished": metrics.unfinished}
+    found["classes"] = {item.name: _class_json(item) for item in metrics.classes}
+    if metrics.threads:
+        found["threads"] = {"mean": metrics.threads_mean, "changes": metrics.threads}
+    return found | {"unfinished": metrics.unfinished, "refused_late": metrics.refused_late}
+
+
+def _class_json(item: ClassMetrics) -> dict[str, Any]:
+    return {
+        "requests": item.requests,
+        "refused_late": item.refused_late,
+        "slo": item.slo,
+        "ttft": {"p50": _finite(item.ttft_p50), "p95": _finite(item.ttft_p95)},
+        "tpot": {"p50": item.tpot_p50, "p95": item.tpot_p95},
+    }
 
 
 def _finite(value: float) -> float | None:
@@ -75,7 +91,13 @@ def _single(outcome: Outcome, metrics: Metrics, workload: Workload) -> Table:
         result.add_row(f"{_LABELS[name]}: {' / '.join(places)}", values)
     for lane in _BUSY:
         result.add_row(_LABELS[lane], f"{getattr(metrics, f'{lane}_busy'):.4g}")
+    if metrics.threads:
+        changes = ", ".join(f"{num} from {at_s:g} s" for at_s, num in metrics.threads[:_SHOWN_CHANGES])
+        more = len(metrics.threads) - _SHOWN_CHANGES
+        result.add_row("CPU attention threads, mean", f"{metrics.threads_mean:.3g}")
+        result.add_row("CPU attention threads", f"{changes}, {more} more changes" if more > 0 else changes)
     result.add_row("requests refused: larger than fits", f"{outcome.refused}")
+    result.add_row("requests refused: would have been late", f"{metrics.refused_late}")
     result.add_row("requests not finished", f"{metrics.unfinished}")
     return result
 
@@ -116,6 +138,25 @@ def _latencies(outcomes: Sequence[Outcome]) -> Table:
                 f"{outcome.rate:.4g}",
                 f"{metrics.ttft_p50:.3g}/{metrics.ttft_p95:.3g}/{metrics.ttft_p99:.3g}",
                 f"{metrics.tpot_p50:.3g}/{metrics.tpot_p95:.3g}/{metrics.tpot_p99:.3g}",
+            )
+    return result
+
+
+def classes_table(outcomes: Sequence[Outcome]) -> Table:
+    """How each service class fares."""
+    result = _rows("Service classes", "rate", "class", "requests", "in time", "refused", "TTFT p50/p95", "TPOT p50/p95")
+    for outcome in outcomes:
+        for item in outcome.metrics.classes if outcome.metrics else ():
+            result.add_row(
+                outcome.case.machine,
+                outcome.case.policy,
+                f"{outcome.rate:.4g}",
+                item.name,
+                f"{item.requests}",
+                "no targets" if item.slo is None else f"{item.slo:.3f}",
+                f"{item.refused_late}",
+                f"{item.ttft_p50:.3g}/{item.ttft_p95:.3g}",
+                f"{item.tpot_p50:.3g}/{item.tpot_p95:.3g}",
             )
     return result
 

@@ -1,14 +1,20 @@
 """One run of a policy on a profile, and the search for the highest rate that it sustains."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
+from planner_svc.classes import ServiceClasses
+from planner_svc.estimator import Factors, Timeline
 from planner_svc.scheduler import Scheduler
 from planner_svc.simulator.baselines import GpuOnly, Neo
+from planner_svc.simulator.classes import check_names, one_class, without_targets
+from planner_svc.simulator.elastic import ElasticCores
 from planner_svc.simulator.executor import SimulatedExecutor
 from planner_svc.simulator.metrics import Metrics, measure
 from planner_svc.simulator.policy import Policy
 from planner_svc.simulator.simulation import Observer, Progress, Simulation, StalledError, ignore
 from planner_svc.simulator.spec import Profile
+from svc_common.plan import IterationPlan
 from svc_common.workloads import InputError
 from svc_common.workloads.workload import Arrival, at_rate
 
@@ -46,22 +52,41 @@ def run(
     progress: Progress = ignore,
     observer: Observer = ignore,
     may_stall: bool = False,
+    classes: ServiceClasses | None = None,
+    threads: tuple[int, int] | None = None,
 ) -> Metrics:
     """`rate` in requests per second; 0: all at once, and nobody asks for a time. Raises InputError.
+
+    `classes`: of the requests, each judged by its own; None: all are of one, with the profile's targets. `threads`:
+    fewest and most that attend on the CPU, which then follow the load; for the policy `neoflex` only.
 
     Raises StalledError where requests are left that are never planned; with `may_stall` they count as unfinished.
     """
     _check_size(name, profile, arrivals)
-    estimator = profile.estimator
-    executor = SimulatedExecutor(estimator, estimator.kv_bytes_per_token)
-    simulation = Simulation(make_policy(name, profile), executor, progress, observer)
+    serving = classes or one_class(profile.targets)
+    check_names(arrivals, serving)
+    estimator, factors = profile.estimator, Factors()
+    executor = SimulatedExecutor(estimator.calibrated(factors), estimator.kv_bytes_per_token)
+    cores = ElasticCores(*threads, executor, factors) if threads else None
+
+    def observe(start_s: float, plan: IterationPlan, timeline: Timeline, policy: Policy) -> None:
+        observer(start_s, plan, timeline, policy)
+        if cores:
+            cores.observe(start_s, plan, timeline, policy)
+
+    simulation = Simulation(make_policy(name, profile), executor, progress, observe)
     try:
-        requests = simulation.run(at_rate(arrivals, rate), profile.targets if rate else None)
+        requests = simulation.run(at_rate(arrivals, rate), serving if rate else without_targets(serving))
     except StalledError as stalled:
         if not may_stall:
             raise
         requests = stalled.requests
-    return measure(requests, profile.targets, executor.worked)
+    metrics = measure(requests, None if classes else profile.targets, executor.worked)
+    if cores is None:
+        return metrics
+    until_s = max((item.last_s for item in requests if item.finished), default=0.0)
+    mean = cores.mean(until_s) if until_s else 0.0
+    return replace(metrics, threads=tuple(cores.changes), threads_mean=mean)
 
 
 def find_capacity(is_met: Callable[[float], bool], first_rate: float, tolerance: float = TOLERANCE) -> float:

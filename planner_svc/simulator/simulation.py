@@ -3,8 +3,10 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from planner_svc.classes import ServiceClasses
 from planner_svc.estimator import Timeline
-from planner_svc.scheduler import SequenceRequest, Targets
+from planner_svc.scheduler import LateError, SequenceRequest, ServiceClass
+from planner_svc.simulator.classes import class_of
 from planner_svc.simulator.executor import SimulatedExecutor
 from planner_svc.simulator.metrics import Served
 from planner_svc.simulator.policy import Policy
@@ -25,7 +27,7 @@ class StalledError(Exception):
     """The policy has requests left and plans nothing. `requests`: as far as they came."""
 
     def __init__(self, requests: list[Served]) -> None:
-        num_left = sum(not item.finished for item in requests)
+        num_left = sum(not (item.finished or item.is_refused) for item in requests)
         super().__init__(f"{num_left} of {len(requests)} requests are never planned")
         self.requests = requests
 
@@ -51,24 +53,31 @@ class Simulation:
         self._num_requests = 0
         self.num_iterations = 0
 
-    def run(self, arrivals: Sequence[Arrival], targets: Targets | None) -> list[Served]:
-        """All requests in order of arrival. `targets`: what each asks for. Raises StalledError."""
+    def run(self, arrivals: Sequence[Arrival], classes: ServiceClasses) -> list[Served]:
+        """All requests in order of arrival. `classes`: those that they name. Raises StalledError."""
         requests: list[Served] = []
         self._num_requests = len(arrivals)
         for arrival, following in zip(arrivals, [*arrivals[1:], None], strict=True):
             self._advance_to(arrival.at_s)
-            request = SequenceRequest(
-                (0,) * arrival.prompt_tokens, arrival.output_tokens, Sampling(), frozenset(), targets
-            )
-            served = Served(arrival.at_s, arrival.output_tokens)
-            requests.append(served)
-            self._served[self._policy.add(request, arrival.at_s)] = served
+            requests.append(self._arrive(arrival, class_of(arrival, classes)))
             if following is None or following.at_s > arrival.at_s:
                 self._pump(arrival.at_s)
         self._advance_to(float("inf"))
         if self._num_finished < len(requests):
             raise StalledError(requests)
         return requests
+
+    def _arrive(self, arrival: Arrival, service_class: ServiceClass) -> Served:
+        """One that the policy refuses is over."""
+        prompt, num_tokens = (0,) * arrival.prompt_tokens, arrival.output_tokens
+        request = SequenceRequest(prompt, num_tokens, Sampling(), frozenset(), service_class.targets, service_class)
+        served = Served(arrival.at_s, num_tokens, service_class=service_class)
+        try:
+            self._served[self._policy.add(request, arrival.at_s)] = served
+        except LateError:
+            served.is_refused = True
+            self._num_finished += 1
+        return served
 
     def _advance_to(self, until_s: float) -> None:
         """Ends every iteration that is over by then."""

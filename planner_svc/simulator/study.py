@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 
+from planner_svc.classes import ServiceClasses
+from planner_svc.simulator.classes import check_names, class_of, one_class
 from planner_svc.simulator.metrics import Metrics
 from planner_svc.simulator.runs import find_capacity, largest_request, run
 from planner_svc.simulator.simulation import Observer, Progress, ignore
@@ -26,6 +28,8 @@ class Case:
     profile: Profile
     changes: Changes
     policy: str
+    threads: tuple[int, int] | None = None
+    """Fewest and most that attend on the CPU, which follow the load; None: their number is the machine's."""
 
     @property
     def machine(self) -> str:
@@ -77,18 +81,23 @@ def solve(
     arrivals: Sequence[Arrival],
     begin: Titled = lambda title: ignore,
     observer: Observer | None = None,
+    classes: ServiceClasses | None = None,
 ) -> Outcome:
-    """Raises InputError. `observer`: of the run at the given rate, or at the one found."""
+    """Raises InputError. `observer`: of the run at the given rate, or at the one found. `classes`: as in `run`."""
     case, at = task.case, task.at
+    check_names(arrivals, classes or one_class(case.profile.targets))
     limit = largest_request(case.policy, case.profile)
     fitting = [item for item in arrivals if item.prompt_tokens + item.output_tokens <= limit]
     if not fitting:
         raise InputError(f"--workload: with {case.label} no request fits: the largest may have {limit} tokens")
 
+    def num_judged(items: Sequence[Arrival]) -> int:
+        return len(items) if classes is None else sum(class_of(item, classes).targets is not None for item in items)
+
     def measured(rate: float, observer: Observer | None = None) -> Metrics:
         report = begin(f"{case.label} at {rate:.3g} req/s")
-        metrics = run(case.policy, case.profile, fitting, rate, report, observer or ignore, may_stall=True)
-        return replace(metrics, slo=metrics.slo * len(fitting) / len(arrivals))
+        metrics = run(case.policy, case.profile, fitting, rate, report, observer or ignore, True, classes, case.threads)
+        return replace(metrics, slo=metrics.slo * num_judged(fitting) / max(1, num_judged(arrivals)))
 
     refused = len(arrivals) - len(fitting)
     if not isinstance(at, Search):
@@ -105,20 +114,23 @@ def solve(
     return Outcome(case, rate, len(arrivals), refused, tried.get(rate))
 
 
-def solve_beside(tasks: Sequence[Task], arrivals: Sequence[Arrival], num_processes: int) -> Iterator[Outcome]:
+def solve_beside(
+    tasks: Sequence[Task], arrivals: Sequence[Arrival], num_processes: int, classes: ServiceClasses | None = None
+) -> Iterator[Outcome]:
     """In the order of the tasks, as soon as each is known; all of them run in processes that end with this one."""
     context = multiprocessing.get_context("spawn")
-    with context.Pool(min(num_processes, len(tasks)), _begin_process, (arrivals,)) as pool:
+    with context.Pool(min(num_processes, len(tasks)), _begin_process, (arrivals, classes)) as pool:
         yield from pool.imap(_solve_here, tasks)
 
 
 _arrivals: Sequence[Arrival] = ()
-"""Of a process that solves: sent once, not with each task."""
+_classes: ServiceClasses | None = None
+"""Both of a process that solves: sent once, not with each task."""
 
 
-def _begin_process(arrivals: Sequence[Arrival]) -> None:
-    global _arrivals
-    _arrivals = arrivals
+def _begin_process(arrivals: Sequence[Arrival], classes: ServiceClasses | None) -> None:
+    global _arrivals, _classes
+    _arrivals, _classes = arrivals, classes
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent is interrupted too, and ends this process.
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
@@ -132,4 +144,4 @@ def _end_with_parent() -> None:
 
 
 def _solve_here(task: Task) -> Outcome:
-    return solve(task, _arrivals)
+    return solve(task, _arrivals, classes=_classes)

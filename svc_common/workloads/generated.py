@@ -2,7 +2,8 @@
 
 Arrivals: `poisson`, `regular` (even gaps) or `gamma` (gaps with a coefficient of variation `cv`: above 1 they come in
 bunches). Lengths in tokens: `N`, `LOW-HIGH` (uniform, both included) or `MEAN~SIGMA` (log-normal with that mean; sigma
-of its logarithm). The same text gives the same requests.
+of its logarithm). `class=chat*3/batch` names service classes, drawn with the weight after `*`, or 1. The same text
+gives the same requests.
 """
 
 import math
@@ -13,11 +14,12 @@ from dataclasses import dataclass
 from svc_common.workloads.workload import Arrival, InputError, Workload
 
 PROCESSES = ("poisson", "regular", "gamma")
-_DEFAULTS = {"requests": "1000", "prompt": "1000", "output": "100", "seed": "0", "cv": "3"}
+_DEFAULTS = {"requests": "1000", "prompt": "1000", "output": "100", "seed": "0", "class": "", "cv": "3"}
 _MOST_REQUESTS = 10_000_000
 _MOST_TOKENS = 10_000_000
 _MOST_SIGMA = 5.0
 _MOST_CV = 100.0
+_LEAST_WEIGHT, _MOST_WEIGHT = 1e-3, 1e3
 _MOST_SEED = 2**63 - 1
 
 
@@ -62,10 +64,10 @@ def generate(text: str, limit: int | None = None) -> Workload:
     draw = random.Random(fields.count("seed", 0, _MOST_SEED))
     gap_s = _gap(process, fields, draw)
     prompt, output = (_length(fields, key, draw) for key in ("prompt", "output"))
-    num_requests = fields.count("requests", 1, _MOST_REQUESTS)
+    num_requests, class_name = fields.count("requests", 1, _MOST_REQUESTS), _class_name(fields)
     at_s, arrivals = 0.0, []
     for _ in range(min(num_requests, limit or num_requests)):
-        arrivals.append(Arrival(at_s, prompt(), output()))
+        arrivals.append(Arrival(at_s, prompt(), output(), class_name()))
         at_s += gap_s()
     return Workload(text, arrivals, None)
 
@@ -93,6 +95,17 @@ def _gap(process: str, fields: _Fields, draw: random.Random) -> Callable[[], flo
         return lambda: draw.expovariate(1.0)
     variance = fields.number("cv", 0.01, _MOST_CV) ** 2
     return lambda: draw.gammavariate(1 / variance, variance)
+
+
+def _class_name(fields: _Fields) -> Callable[[], str]:
+    """Of the next request. Drawn apart from the rest, which is the same with any classes."""
+    names, weights = [], []
+    for item in fields.values["class"].split("/"):
+        name, _, weight = item.partition("*")
+        names.append(name)
+        weights.append(fields.checked("class", weight or "1", _LEAST_WEIGHT, _MOST_WEIGHT))
+    draw = random.Random(fields.count("seed", 0, _MOST_SEED))
+    return lambda: draw.choices(names, weights)[0]
 
 
 def _length(fields: _Fields, key: str, draw: random.Random) -> Callable[[], int]:

@@ -3,7 +3,7 @@
 import csv
 import json
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -24,6 +24,8 @@ class Arrival:
     at_s: float
     prompt_tokens: int
     output_tokens: int
+    class_name: str = ""
+    """Of its service class; empty: the default one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +42,7 @@ class Workload:
 
 def at_rate(arrivals: Sequence[Arrival], rate: float) -> list[Arrival]:
     """Arrival times are those of one request a second on average; 0 stands for all at once."""
-    if rate == 0:
-        return [Arrival(0.0, item.prompt_tokens, item.output_tokens) for item in arrivals]
-    return [Arrival(item.at_s / rate, item.prompt_tokens, item.output_tokens) for item in arrivals]
+    return [replace(item, at_s=item.at_s / rate if rate else 0.0) for item in arrivals]
 
 
 def read_workload(path: Path, limit: int | None = None) -> list[Arrival]:
@@ -55,7 +55,8 @@ def load(path: Path, limit: int | None = None) -> Workload:
 
     Formats: `[[arrival, prompt, output], ...]`, whose times are taken as they are; lengths without times,
     `[{"prompt", "max_tokens"}, ...]`, which arrive as a Poisson process; CSV with TIMESTAMP, ContextTokens,
-    GeneratedTokens (Azure); JSON lines with timestamp in ms, input_length, output_length (Mooncake).
+    GeneratedTokens (Azure); JSON lines with timestamp in ms, input_length, output_length (Mooncake). Each may name a
+    request's service class: as fourth value, as "class", as a column Class.
     """
     try:
         text = path.read_text("utf-8-sig")  # What spreadsheets write begins with a mark.
@@ -87,21 +88,34 @@ def _parse(name: str, text: str, limit: int | None) -> Workload:
         return _recorded(name, _mooncake(text), limit)
     rows = json.loads(text)[:limit]
     if rows and isinstance(rows[0], dict):
-        return Workload(name, _poisson([(int(row["prompt"]), int(row["max_tokens"])) for row in rows]), None)
-    return Workload(name, [Arrival(float(at_s), int(prompt), int(output)) for at_s, prompt, output in rows], 1.0)
+        items = [Arrival(0.0, int(row["prompt"]), int(row["max_tokens"]), _class_name(row)) for row in rows]
+        return Workload(name, _poisson(items), None)
+    return Workload(name, [_row(*row) for row in rows], 1.0)
+
+
+def _row(at_s: float, prompt: int, output: int, class_name: str = "") -> Arrival:
+    return Arrival(float(at_s), int(prompt), int(output), _class_name({"class": class_name}))
+
+
+def _class_name(row: Mapping[str, Any], key: str = "class") -> str:
+    """Raises TypeError for what is no name."""
+    name = row.get(key) or ""
+    if not isinstance(name, str):
+        raise TypeError(f"{key} must be a name, is {name!r}")
+    return name
 
 
 def _azure(text: str) -> Iterable[Arrival]:
     for row in csv.DictReader(text.splitlines()):
         # Seven digits of a second, one more than Python reads.
         at_s = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
-        yield Arrival(at_s, int(row["ContextTokens"]), int(row["GeneratedTokens"]))
+        yield Arrival(at_s, int(row["ContextTokens"]), int(row["GeneratedTokens"]), _class_name(row, "Class"))
 
 
 def _mooncake(text: str) -> Iterable[Arrival]:
     for line in filter(str.strip, text.splitlines()):
         row: dict[str, Any] = json.loads(line)
-        yield Arrival(row["timestamp"] / 1e3, int(row["input_length"]), int(row["output_length"]))
+        yield Arrival(row["timestamp"] / 1e3, int(row["input_length"]), int(row["output_length"]), _class_name(row))
 
 
 def _recorded(name: str, recorded: Iterable[Arrival], limit: int | None) -> Workload:
@@ -118,15 +132,13 @@ def _recorded(name: str, recorded: Iterable[Arrival], limit: int | None) -> Work
     kept.sort(key=lambda item: item.at_s)
     span_s = kept[-1].at_s - kept[0].at_s if kept else 0.0
     own_rate = (len(kept) - 1) / span_s if span_s else None
-    arrivals = [
-        Arrival((item.at_s - kept[0].at_s) * (own_rate or 0.0), item.prompt_tokens, item.output_tokens) for item in kept
-    ]
+    arrivals = [replace(item, at_s=(item.at_s - kept[0].at_s) * (own_rate or 0.0)) for item in kept]
     return Workload(name, arrivals, own_rate, num_empty)
 
 
-def _poisson(lengths: list[tuple[int, int]]) -> list[Arrival]:
+def _poisson(items: Iterable[Arrival]) -> list[Arrival]:
     generator, at_s, arrivals = random.Random(0), 0.0, []
-    for prompt_tokens, output_tokens in lengths:
-        arrivals.append(Arrival(at_s, prompt_tokens, output_tokens))
+    for item in items:
+        arrivals.append(replace(item, at_s=at_s))
         at_s += generator.expovariate(1.0)
     return arrivals

@@ -1,5 +1,6 @@
 """Plans that contradict the state are refused before anything runs; those that do not leave the state they describe."""
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -211,3 +212,18 @@ def test_a_plan_may_do_nothing(decoder: Decoder, make_driver: MakeDriver) -> Non
     assert result.tokens == ()
     assert result.timings.head_ns == 0
     assert result.timings.total_ns > 0
+
+
+def test_time_counts_from_when_a_plan_is_there_and_the_one_before_is_done(
+    decoder: Decoder, make_driver: MakeDriver
+) -> None:
+    executor = make_driver(decoder).executor
+    before_ns = time.perf_counter_ns()
+    first, second, third = (
+        executor.run(IterationPlan(1, number, Mode.GPU_ONLY), received_ns)
+        for number, received_ns in ((1, before_ns), (2, before_ns), (3, None))
+    )
+    elapsed_ns = time.perf_counter_ns() - before_ns
+    assert second.timings.idle_ns == 0  # It was there before the first one was done.
+    assert third.timings.idle_ns > 0
+    assert first.timings.total_ns + second.timings.total_ns + third.timings.total_ns <= elapsed_ns

@@ -179,6 +179,24 @@ class TestStatus:
         assert values["model"]["name"] == "tiny"
         assert values["server"]["counters"]["cpu_attended_tokens"] == 1234
         assert values["load"]["gpu_blocks_used"] == 3
+        assert values["server"]["calibration"] == {
+            "weights": 1.25,
+            "tokens": 0.75,
+            "prefill": 1.5,
+            "gpu_decode": 0.5,
+            "overhead": 3,
+            "contention": 0.125,
+            "cpu_decode": 2,
+            "head": 1.75,
+            "swap": 0.25,
+        }
+
+    def test_calibration(self, run: Run, server: InferenceServer) -> None:
+        rows = [line.rsplit(maxsplit=1) for line in run("status", "--address", server.address).out.splitlines()]
+        assert ["linear operations, one token", "1.25"] in rows
+        assert ["attention of decodes on the CPU", "2.00"] in rows
+        assert ["the rest", "3.00"] in rows
+        assert ["slower while both processors work", "12%"] in rows
 
 
 class TestModel:

@@ -167,8 +167,8 @@ def test_outcomes_move_the_factor_and_it_stays_within_bounds():
     for _ in range(40):
         door.forecast.note_first_token(in_time)
     assert door.predicted_s(100) == pytest.approx(before_s)
-    for sequence, bound in ((late, 4.0), (in_time, 0.5)):
-        for _ in range(400):
+    for sequence, bound in ((late, 4.0), (in_time, 0.2)):
+        for _ in range(800):
             door.forecast.note_first_token(sequence)
         assert door.predicted_s(100) == pytest.approx(bound * before_s)
 

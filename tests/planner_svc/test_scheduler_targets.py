@@ -15,6 +15,7 @@ from planner_svc.scheduler.sequence import Sequence, State
 from planner_svc.scheduler.shares import Shares
 from planner_svc.scheduler.urgency import (
     AGED_TTFTS,
+    INTERRUPTED_TTFTS,
     arrive,
     is_aged,
     is_aged_prompt,
@@ -117,6 +118,26 @@ def test_how_long_a_prompt_is_patient():
     assert aged_after_s(None, DEFAULT_CLASS) == 1200
     assert [aged_after_s(Targets(ttft_s, 0.1), DEFAULT_CLASS) for ttft_s in (1e-9, 1.0, 5.0)] == [20, 20, 100]
     assert [aged_after_s(Targets(ttft_s, 0.1), chat) for ttft_s in (1e-9, 3.0, 5.0)] == [60, 60, 100]
+
+
+def interrupted(sequence_id: int, due_s: float) -> Sequence:
+    """Preempted after its first token, at time 0; the next one was due at `due_s`."""
+    sequence = prompt(sequence_id, 100)
+    sequence.outputs.append(3)
+    sequence.is_late, sequence.due_s = True, due_s
+    return sequence
+
+
+def test_one_that_was_interrupted_is_patient_from_its_next_token_on():
+    assert not is_aged_prompt(interrupted(1, due_s=1.0), 1.0 + INTERRUPTED_TTFTS)
+    assert is_aged_prompt(interrupted(1, due_s=1.0), 1.1 + INTERRUPTED_TTFTS)
+    assert INTERRUPTED_TTFTS < AGED_TTFTS
+
+
+def test_of_aged_prompts_interrupted_ones_go_first_and_others_by_arrival():
+    aged = [prompt(number, 100, targets=Targets(ttft_s, 0.1)) for number, ttft_s in ((1, 0.9), (2, 0.5), (3, 1.0))]
+    begun, now = interrupted(4, due_s=20.0), 30.0
+    assert ids(in_order([*aged, begun, prompt(5, 100, arrival_s=29.5)], now, 1e4, Shares())) == [4, 1, 2, 3, 5]
 
 
 def test_late_prompts_hide_no_others_in_the_queue():

@@ -64,6 +64,9 @@ async def test_the_model_and_the_server_describe_themselves(start_rig: StartRig)
     assert counters.gpu_only_iterations + counters.asymmetric_iterations >= 3
     assert counters.executor_busy_ns >= 3000
     assert counters.planning_ns > 0
+    calibration = info.calibration
+    # Nothing was attended on the CPU or moved between tiers.
+    assert (calibration.cpu_decode, calibration.swap, calibration.contention) == (1, 1, 0)
 
 
 async def test_threads_that_change_live_are_told(start_rig: StartRig) -> None:

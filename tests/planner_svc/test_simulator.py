@@ -8,6 +8,7 @@ from support.machines import SPEC
 
 from planner_svc.estimator import IterationLoad, SubBatchLoad, Timeline
 from planner_svc.scheduler import SequenceRequest, Targets
+from planner_svc.simulator.classes import one_class
 from planner_svc.simulator.executor import SimulatedExecutor
 from planner_svc.simulator.metrics import Served, measure
 from planner_svc.simulator.runs import POLICIES, find_capacity, make_policy, run
@@ -262,7 +263,7 @@ def test_the_scheduler_learns_what_the_machine_is(figure, ratio):
     def share_in_time(believed):
         executor = SimulatedExecutor(truth.estimator, truth.estimator.kv_bytes_per_token)
         simulation = Simulation(make_policy("neoflex", believed), executor)
-        requests = simulation.run(load, truth.targets)
+        requests = simulation.run(load, one_class(truth.targets))
         return measure(requests, truth.targets, executor.worked).slo
 
     assert share_in_time(PROFILE) >= 0.9 * share_in_time(truth) > 0

@@ -159,6 +159,17 @@ class ScriptedInference(inference_pb2_grpc.InferenceServiceServicer):
                 pb.HostPoolInfo(error="nothing answers at unix:/x"),
             ],
             service_classes=[CHAT, pb.ServiceClass(name="default", is_default=True, share=1)],
+            calibration=pb.CalibrationFactors(
+                weights=1.25,
+                tokens=0.75,
+                prefill=1.5,
+                gpu_decode=0.5,
+                overhead=3,
+                contention=0.125,
+                cpu_decode=2,
+                head=1.75,
+                swap=0.25,
+            ),
         )
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: Context[Any, Any]) -> pb.GetLoadResponse:
