@@ -150,11 +150,9 @@ class Engine:
         self._is_open = True
         self._is_suspended = False
         self._last_progress_s = time.monotonic()
-        error = unavailable(
-            "CPU_ATTENTION_LOST", "the request fits nowhere without a CPU attention service that was lost", _RETRY_S
-        )
+        text = "the request fits nowhere without a CPU attention service that was lost"
         for sequence_id in lost:
-            self._fail(self._by_sequence[sequence_id], error)
+            self._fail(self._by_sequence[sequence_id], unavailable("CPU_ATTENTION_LOST", text, _RETRY_S))
         self.wake.set()
         self.changed.set()
 
