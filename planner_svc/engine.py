@@ -6,6 +6,8 @@ No I/O: ExecutorLoop moves plans and results, the servicer moves messages. All m
 import asyncio
 import time
 from collections.abc import Iterable
+from dataclasses import replace
+from itertools import zip_longest
 
 from planner_svc import refusals
 from planner_svc.classes import ServiceClasses
@@ -24,7 +26,7 @@ from planner_svc.scheduler import (
     TokenEvent,
 )
 from planner_svc.scheduler import Counters as SchedulerCounters
-from planner_svc.scheduler.admission import largest_tier_tokens
+from planner_svc.scheduler.admission import fits, largest_tier_tokens
 from svc_common.errors import ServiceError, already_exists, unavailable
 from svc_common.model.tokenizer import Tokenizer
 from svc_common.plan import IterationPlan, IterationResult
@@ -38,16 +40,14 @@ _RETRY_S = 1.0
 class Engine:
     """Every accepted request ends exactly once: finished, failed, or withdrawn because its caller has gone."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, mode: ModePolicy, max_waiting: int, expects_host: bool, classes: ServiceClasses
-    ) -> None:
-        """`expects_host`: a CPU attention service is configured, so that its absence is a passing state."""
+    def __init__(self, tokenizer: Tokenizer, mode: ModePolicy, max_waiting: int, classes: ServiceClasses) -> None:
         self._tokenizer = tokenizer
         self._mode = mode
         self._max_waiting = max_waiting
-        self._expects_host = expects_host
         self._scheduler: Scheduler | None = None
         self._capacity: Capacity | None = None
+        self._whole_pools: tuple[int, ...] = ()
+        """Blocks of the host pools, as large as any epoch had them: that one is not attached is a passing state."""
         self._is_open = False
         self._is_suspended = False
         self._draining = False
@@ -104,7 +104,7 @@ class Engine:
             self.classes.refuse(request.service_class.name)
             raise refusals.too_late(error, request.service_class.name, self._place_free_s()) from error
         except AdmissionError as error:
-            raise self._refusal(error, prompt_field) from error
+            raise self._refusal(error, sequence, prompt_field) from error
         generation = Generation(request, sequence_id, self._tokenizer)
         if not self._by_request:
             self._last_progress_s = now_s
@@ -148,14 +148,13 @@ class Engine:
         else:
             lost = self._scheduler.reset(capacity, estimator, epoch)
         self._capacity = capacity
+        self._whole_pools = tuple(map(max, zip_longest(self._whole_pools, capacity.host_pools, fillvalue=0)))
         self._is_open = True
         self._is_suspended = False
         self._last_progress_s = time.monotonic()
-        error = unavailable(
-            "CPU_ATTENTION_LOST", "the request's KV cache was lost with the CPU attention service", _RETRY_S
-        )
+        text = "the request fits nowhere without a CPU attention service that was lost"
         for sequence_id in lost:
-            self._fail(self._by_sequence[sequence_id], error)
+            self._fail(self._by_sequence[sequence_id], unavailable("CPU_ATTENTION_LOST", text, _RETRY_S))
         self.wake.set()
         self.changed.set()
 
@@ -292,12 +291,12 @@ class Engine:
         self.wake.set()  # The executor is to be told.
         return history or History()
 
-    def _refusal(self, error: AdmissionError, prompt_field: str) -> ServiceError:
+    def _refusal(self, error: AdmissionError, request: SequenceRequest, prompt_field: str) -> ServiceError:
         if error.reason is AdmissionReason.QUEUE_FULL:
             return refusals.queue_full(error.limit, self._place_free_s())
-        has_host = self._capacity is not None and self._capacity.host_blocks > 0
-        if error.reason is AdmissionReason.EXCEEDS_KV and self._expects_host and not has_host:
-            text = "the request needs the KV cache of the CPU attention service, which is not attached now"
+        assert self._capacity is not None
+        if fits(request, replace(self._capacity, host_pools=self._whole_pools), self._mode):
+            text = "the request needs the KV cache of a CPU attention service that is not attached now"
             return unavailable("CPU_ATTENTION_LOST", text, _RETRY_S)
         return refusals.never_fits(error, prompt_field)
 

@@ -32,7 +32,7 @@ class PlannerServer:
     def __init__(self, config: Config, model: ServedModel) -> None:
         planner, services = config.planner, config.cpu_attn_services
         classes = service_classes(planner)
-        self._engine = Engine(model.tokenizer, planner.mode, planner.max_waiting_requests, bool(services), classes)
+        self._engine = Engine(model.tokenizer, planner.mode, planner.max_waiting_requests, classes)
         self._executor = ExecutorClient(config.gpu.listen)
         self._hosts = [HostClient(service.listen) for service in services]
         limits = EpochLimits(planner.max_running_sequences, planner.max_batch_tokens, model.limits.max_sequence_tokens)

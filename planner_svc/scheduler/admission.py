@@ -66,3 +66,12 @@ def check(request: SequenceRequest, capacity: Capacity, policy: ModePolicy) -> N
     ):
         if total > limit:
             raise AdmissionError(reason, "prompt" if len(request.prompt) >= limit else "max_new_tokens", limit)
+
+
+def fits(request: SequenceRequest, capacity: Capacity, policy: ModePolicy) -> bool:
+    """Whether it can be served at all."""
+    try:
+        check(request, capacity, policy)
+    except AdmissionError:
+        return False
+    return True

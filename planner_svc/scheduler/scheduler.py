@@ -3,7 +3,7 @@
 from typing import Literal
 
 from planner_svc.estimator import Calibration, Estimator, Factors
-from planner_svc.scheduler.admission import AdmissionError, AdmissionReason, check
+from planner_svc.scheduler.admission import AdmissionError, AdmissionReason, check, fits
 from planner_svc.scheduler.assembly import Assembly
 from planner_svc.scheduler.batch import Batch
 from planner_svc.scheduler.cohort import Cohort
@@ -234,7 +234,7 @@ class Scheduler:
         for sequence_id in sorted(sequences):
             sequence = sequences[sequence_id]
             ran = sequence.state in (State.RUNNING, State.STEPPING, State.DRAINING)
-            if not self._can_be_served(sequence):
+            if not fits(sequence.request, capacity, self._policy):
                 sequence.state = State.FINISHED
                 self._gone[sequence_id] = sequence
                 lost.append(sequence_id)
@@ -244,13 +244,6 @@ class Scheduler:
             self._live[sequence_id] = sequence
             self._queue.append(sequence)
         return tuple(lost)
-
-    def _can_be_served(self, sequence: Sequence) -> bool:
-        try:
-            check(sequence.request, self._capacity, self._policy)
-        except AdmissionError:
-            return False
-        return True
 
     # --- views
 
