@@ -8,6 +8,7 @@ from planner_svc.counters import ClassCounters, Counters, Load
 from planner_svc.generation import Delta, EndReason, Finished, Position
 from planner_svc.scheduler import Counters as SchedulerCounters
 from planner_svc.scheduler import Targets
+from svc_common.model.chat_template import ToolCallFormat
 
 _REASONS = {
     EndReason.END_TOKEN: pb.FINISH_REASON_STOP,
@@ -16,6 +17,17 @@ _REASONS = {
     EndReason.TIME_LIMIT: pb.FINISH_REASON_TIME_LIMIT,
     EndReason.ABORT: pb.FINISH_REASON_ABORT,
 }
+
+_TOOL_CALL_FORMATS = {
+    None: pb.TOOL_CALL_FORMAT_UNSPECIFIED,
+    ToolCallFormat.HERMES: pb.TOOL_CALL_FORMAT_HERMES,
+    ToolCallFormat.LLAMA_JSON: pb.TOOL_CALL_FORMAT_LLAMA_JSON,
+    ToolCallFormat.MISTRAL: pb.TOOL_CALL_FORMAT_MISTRAL,
+}
+
+
+def tool_call_format_value(call_format: ToolCallFormat | None) -> pb.ToolCallFormat:
+    return _TOOL_CALL_FORMATS[call_format]
 
 
 def delta_message(delta: Delta) -> pb.GenerationDelta:

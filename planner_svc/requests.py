@@ -8,6 +8,7 @@ import uuid
 from dataclasses import dataclass
 
 from neoflex.v1 import inference_pb2 as pb
+from planner_svc import chat
 from planner_svc.classes import ServiceClasses
 from planner_svc.durations import seconds_of
 from planner_svc.refusals import too_long
@@ -15,6 +16,7 @@ from planner_svc.request_class import parse_class
 from planner_svc.scheduler import ServiceClass, Targets
 from planner_svc.violations import Violations
 from svc_common.errors import invalid_argument
+from svc_common.model.chat_template import Tool, Turn
 from svc_common.plan import Sampling
 
 MAX_REQUEST_ID_CHARACTERS = 128
@@ -42,8 +44,8 @@ class TokenPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    messages: tuple[tuple[str, str], ...]
-    """(role, content)"""
+    turns: tuple[Turn, ...]
+    tools: tuple[Tool, ...] = ()
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt
@@ -265,11 +267,10 @@ def _prompt(
         _check_text_bytes(len(message.text.encode()), f"{prefix}text", limits, bad)
         return TextPrompt(message.text)
     if kind == "chat":
-        messages = tuple((turn.role, turn.content) for turn in message.chat.messages)
-        bad.require(bool(messages), f"{prefix}chat.messages", "at least one is required")
-        num_bytes = sum(len(role.encode()) + len(content.encode()) for role, content in messages)
-        _check_text_bytes(num_bytes, f"{prefix}chat.messages", limits, bad)
-        return ChatPrompt(messages)
+        bad.require(bool(message.chat.messages), f"{prefix}chat.messages", "at least one is required")
+        _check_text_bytes(chat.text_bytes(message.chat), f"{prefix}chat.messages", limits, bad)
+        turns = chat.parse_turns(message.chat, f"{prefix}chat.", bad)
+        return ChatPrompt(turns, chat.parse_tools(message.chat, f"{prefix}chat.", bad))
     if kind == "token_ids" and isinstance(message, pb.GenerateRequest):
         field = f"{prefix}token_ids.ids"
         num_tokens = len(message.token_ids.ids)

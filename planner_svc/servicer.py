@@ -17,8 +17,9 @@ from planner_svc.executor_client import Placement
 from planner_svc.generation import Generation, GenerationRequest
 from planner_svc.requests import ChatPrompt, GenerationOptions, Limits, Prompt, TextPrompt
 from svc_common.errors import ServiceError, invalid_argument, unavailable
+from svc_common.model.chat_template import ChatTemplateError, ToolsUnknownError
 from svc_common.model.spec import ModelSpec
-from svc_common.model.tokenizer import ChatTemplateError, Tokenizer
+from svc_common.model.tokenizer import Tokenizer
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -91,7 +92,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         token_ids = requests.parse_detokenize(request, self._model.limits)
-        return pb.DetokenizeResponse(text=await asyncio.to_thread(self._model.tokenizer.decode, token_ids))
+        tokenizer = self._model.tokenizer
+        return pb.DetokenizeResponse(
+            text=await asyncio.to_thread(tokenizer.decode, token_ids),
+            token_bytes=map(tokenizer.token_name, token_ids) if request.with_token_bytes else (),
+        )
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:
         placement = self._placement()
@@ -108,6 +113,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             compute_dtype=placement.compute_dtype,
             kv_dtype=placement.kv_dtype,
             host_kv_dtype=placement.host_kv_dtype,
+            tool_call_format=messages.tool_call_format_value(self._model.tokenizer.tool_call_format),
         )
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.GetServerInfoResponse:
@@ -157,9 +163,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         match prompt:
             case TextPrompt(text):
                 tokens = tuple(await asyncio.to_thread(tokenizer.encode, text))
-            case ChatPrompt(turns):
+            case ChatPrompt(turns, tools):
                 try:
-                    tokens = tuple(await asyncio.to_thread(tokenizer.encode_chat, turns))
+                    tokens = tuple(await asyncio.to_thread(tokenizer.encode_chat, turns, tools))
+                except ToolsUnknownError as error:
+                    raise invalid_argument(f"{prefix}chat.tools", str(error), "TOOLS_UNKNOWN") from error
                 except ChatTemplateError as error:
                     raise invalid_argument(field, str(error), "CHAT_TEMPLATE") from error
             case _:

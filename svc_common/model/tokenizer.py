@@ -14,6 +14,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from svc_common.model import chat_template
+from svc_common.model.chat_template import Tool, ToolCallFormat, Turn
 from svc_common.model.spec import UnsupportedModelError
 from svc_common.model.store import ModelFiles, default_cache_dir
 
@@ -21,10 +23,6 @@ _SPACE_MARK = "\u2581"
 _PROBE = "Hello, world: 12 345 words.\n\tnaïve café, 日本語, Привет, 🎉 x"
 
 logger = logging.getLogger(__name__)
-
-
-class ChatTemplateError(Exception):
-    """The model has no chat template, or its template refuses the messages. The text is the template's own."""
 
 
 class Tokenizer:
@@ -55,18 +53,17 @@ class Tokenizer:
         ids: list[int] = self._fast.encode(text).ids
         return ids
 
-    def encode_chat(self, messages: Sequence[tuple[str, str]]) -> list[int]:
-        """Token ids of (role, content) turns, up to where the assistant's answer begins. Raises ChatTemplateError."""
-        if not self._backend.chat_template:
-            raise ChatTemplateError("the model has no chat template; send text or token ids")
-        turns = [{"role": role, "content": content} for role, content in messages]
-        try:
-            text = self._backend.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # A template is the model's own program and may fail in any way.
-            raise ChatTemplateError(f"the model's chat template refuses the messages: {error}") from error
+    def encode_chat(self, turns: Sequence[Turn], tools: Sequence[Tool] = ()) -> list[int]:
+        """Token ids of a conversation, up to where the assistant's answer begins. Raises ChatTemplateError."""
+        text = chat_template.render(self._backend, turns, tools)
         # The template has written the special tokens.
         ids: list[int] = self._fast.encode(text, add_special_tokens=False).ids
         return ids
+
+    @property
+    def tool_call_format(self) -> ToolCallFormat | None:
+        """How the model writes calls of the tools it is shown; None where its template teaches no known format."""
+        return chat_template.tool_call_format(self._backend)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of a whole sequence of tokens, special tokens left out; broken characters become U+FFFD."""
@@ -76,6 +73,10 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """UTF-8 bytes that a token adds to a text; none for special tokens and ids beyond the tokenizer's."""
         return self._bytes[token_id] if 0 <= token_id < len(self._bytes) else b""
+
+    def token_name(self, token_id: int) -> bytes:
+        """UTF-8 bytes by which a token is shown by itself: those that it adds to a text, or a special token's name."""
+        return self.token_bytes(token_id) or (self._fast.id_to_token(token_id) or "").encode()
 
     def _token_bytes_table(self) -> list[bytes]:
         """Bytes by token id. Raises UnsupportedModelError where the decoder is of another kind than these two."""

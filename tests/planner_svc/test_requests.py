@@ -13,6 +13,7 @@ from planner_svc.requests import ChatPrompt, Limits, TextPrompt, TokenPrompt
 from planner_svc.scheduler import Targets
 from svc_common.config import PlannerConfig
 from svc_common.errors import ServiceError
+from svc_common.model.chat_template import Turn
 from svc_common.plan import Sampling
 
 CHAT = {"ttft_s": 0.5, "tpot_s": 0.05}
@@ -237,7 +238,7 @@ def test_a_vanishing_temperature_is_greedy() -> None:
 
 def test_chat() -> None:
     message = pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="anyone", content="")]))
-    assert requests.parse_generation(message, LIMITS, CLASSES)[0] == ChatPrompt((("anyone", ""),))
+    assert requests.parse_generation(message, LIMITS, CLASSES)[0] == ChatPrompt((Turn("anyone", ""),))
 
 
 @pytest.mark.parametrize(

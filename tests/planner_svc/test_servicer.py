@@ -16,6 +16,7 @@ from support.planner_rig import (
 )
 
 from neoflex.v1 import inference_pb2 as pb
+from svc_common.model.chat_template import Turn
 
 FOREVER = 150
 """Tokens of an answer that a test ends by other means; with `slow` it would take seconds."""
@@ -62,7 +63,7 @@ async def test_each_form_of_prompt(form: str, start_rig: StartRig) -> None:
         expected = [5, 6, 7]
     else:
         message.chat.messages.add(role="user", content="the")
-        expected = TOKENIZER.encode_chat([("user", "the")])
+        expected = TOKENIZER.encode_chat([Turn("user", "the")])
     answer = await rig.stub.Generate(message)
     assert answer.usage.prompt_tokens == len(expected)
     assert list(rig.executor.plans[0].new_sequences[0].token_ids) == expected

@@ -21,6 +21,7 @@ from support.planner_rig import (
 from neoflex.v1 import inference_pb2 as pb
 from planner_svc import engine as engine_module
 from planner_svc.server import SERVICE_NAME
+from svc_common.model.chat_template import Turn
 
 FOREVER = 150
 """Tokens of an answer that a test ends by other means; with `slow` it would take seconds."""
@@ -38,7 +39,7 @@ async def test_tokenize_and_detokenize(start_rig: StartRig) -> None:
     assert list((await rig.stub.Tokenize(pb.TokenizeRequest(text="the abc"))).token_ids) == TOKENIZER.encode("the abc")
     chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="the")])
     ids = list((await rig.stub.Tokenize(pb.TokenizeRequest(chat=chat))).token_ids)
-    assert ids == TOKENIZER.encode_chat([("user", "the")])
+    assert ids == TOKENIZER.encode_chat([Turn("user", "the")])
     assert (await rig.stub.Detokenize(pb.DetokenizeRequest(token_ids=ids))).text == "user:theassistant:"
     code, _, error = await refused(rig.stub.Detokenize(pb.DetokenizeRequest(token_ids=[-1])))
     assert (code, error.details()) == (
