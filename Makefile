@@ -5,7 +5,7 @@
 
 VENV := .venv
 BIN := $(VENV)/bin
-PACKAGES := neoflex svc_common planner_svc gpu_svc cpu_attn_svc
+PACKAGES := neoflex svc_common planner_svc gpu_svc cpu_attn_svc gateway_svc
 SOURCES := $(PACKAGES) tests benchmarks
 BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints.txt \
 	$(shell find proto svc_common cpu_attn_svc \( -name '*.proto' -o -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt \) 2>/dev/null)

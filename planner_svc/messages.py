@@ -9,6 +9,7 @@ from planner_svc.generation import Delta, EndReason, Finished, Position
 from planner_svc.scheduler import Counters as SchedulerCounters
 from planner_svc.scheduler import Targets
 from svc_common.model.chat_template import ToolCallFormat
+from svc_common.model.tokenizer import Tokenizer
 
 _REASONS = {
     EndReason.END_TOKEN: pb.FINISH_REASON_STOP,
@@ -28,6 +29,11 @@ _TOOL_CALL_FORMATS = {
 
 def tool_call_format_value(call_format: ToolCallFormat | None) -> pb.ToolCallFormat:
     return _TOOL_CALL_FORMATS[call_format]
+
+
+def token_message(tokenizer: Tokenizer, token_id: int) -> pb.TokenText:
+    text = tokenizer.token_bytes(token_id)
+    return pb.TokenText(text=text) if text else pb.TokenText(special=tokenizer.token_name(token_id))
 
 
 def delta_message(delta: Delta) -> pb.GenerationDelta:

@@ -95,7 +95,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         tokenizer = self._model.tokenizer
         return pb.DetokenizeResponse(
             text=await asyncio.to_thread(tokenizer.decode, token_ids),
-            token_bytes=map(tokenizer.token_name, token_ids) if request.with_token_bytes else (),
+            tokens=[messages.token_message(tokenizer, token_id) for token_id in token_ids]
+            if request.with_tokens
+            else (),
         )
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:

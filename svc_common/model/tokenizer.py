@@ -74,9 +74,9 @@ class Tokenizer:
         """UTF-8 bytes that a token adds to a text; none for special tokens and ids beyond the tokenizer's."""
         return self._bytes[token_id] if 0 <= token_id < len(self._bytes) else b""
 
-    def token_name(self, token_id: int) -> bytes:
-        """UTF-8 bytes by which a token is shown by itself: those that it adds to a text, or a special token's name."""
-        return self.token_bytes(token_id) or (self._fast.id_to_token(token_id) or "").encode()
+    def token_name(self, token_id: int) -> str:
+        """As the vocabulary writes it: the name of a special token; none beyond the tokenizer's ids."""
+        return self._fast.id_to_token(token_id) or ""
 
     def _token_bytes_table(self) -> list[bytes]:
         """Bytes by token id. Raises UnsupportedModelError where the decoder is of another kind than these two."""
