@@ -31,7 +31,7 @@ class Model:
 
 
 class Planner:
-    """Used within one event loop. What is kept is dropped when the planner is lost: it may be back with another model."""
+    """Used within one event loop. What it keeps is dropped when the planner is lost, as another model may be back."""
 
     def __init__(self, address: str) -> None:
         self.address = address
