@@ -55,7 +55,12 @@ class HermesParser:
         self._num_calls = 0
         self._held = ""
         self._scanner: CallScanner | None = None
+        self._before = ""
+        """What stands before the brace with which the scanner's call begins."""
         self._after_call = False
+        """Its end is still to come."""
+        self._beside_call = False
+        """White space that comes now belongs to the call."""
 
     def push(self, text: str) -> list[Piece]:
         self._held += text
@@ -71,15 +76,20 @@ class HermesParser:
     def end(self) -> list[Piece]:
         text = self._held
         if self._scanner and not self._scanner.started:
-            text = _OPEN + self._scanner.raw + text
+            text = self._before + self._scanner.raw + text
         return [Content(text)] if text.strip() or (text and not self._num_calls) else []
 
     def _outside(self) -> list[Piece]:
+        if self._beside_call:
+            self._held = self._held.lstrip()
+            self._beside_call = not self._held
         content, mark, rest = self._held.partition(_OPEN)
         if mark:
             self._held = rest
             self._scanner = CallScanner(self._num_calls, self._names)
-            return [Content(content.rstrip())] if content.strip() else []
+            text = content.rstrip()
+            self._before = content[len(text) :] + mark
+            return [Content(text)] if text else []
         certain = len(self._held) - _overlap(self._held, _OPEN)
         certain = len(self._held[:certain].rstrip())
         content, self._held = self._held[:certain], self._held[certain:]
@@ -90,18 +100,18 @@ class HermesParser:
         assert scanner is not None
         pieces, self._held = scanner.push(self._held)
         if scanner.failed:
-            pieces.append(Content(_OPEN + scanner.raw))
+            pieces.append(Content(self._before + scanner.raw))
             self._scanner = None
         elif scanner.done:
             self._num_calls += 1
             self._scanner = None
-            self._after_call = True
+            self._after_call = self._beside_call = True
         return pieces
 
     def _behind_call(self) -> list[Piece]:
         rest = self._held.lstrip()
         if rest.startswith(_CLOSE):
-            self._held = rest.removeprefix(_CLOSE).lstrip()
+            self._held = rest.removeprefix(_CLOSE)
             self._after_call = False
         elif rest and not _CLOSE.startswith(rest):  # Left out.
             self._held = rest

@@ -1,4 +1,4 @@
-"""`neoflex up`: the three services on this machine, supervised until Ctrl-C."""
+"""`neoflex up`: the services on this machine, supervised until Ctrl-C."""
 
 import shutil
 import signal
@@ -23,6 +23,7 @@ from svc_common.config import (
     Config,
     ConfigError,
     CpuAttnConfig,
+    GatewayConfig,
     GpuConfig,
     KvConfig,
     ModelConfig,
@@ -33,9 +34,11 @@ from svc_common.config import (
 from svc_common.model.store import resolve
 
 _POLL_S = 0.1
-_COLOURS = {"planner_svc": "cyan", "gpu_svc": "green", "cpu_attn_svc": "yellow"}
+_NO_HTTP = "off"
+_COLOURS = {"planner_svc": "cyan", "gpu_svc": "green", "cpu_attn_svc": "yellow", "gateway_svc": "magenta"}
 # By what name the user gave the value of a key.
 _TYPED = {
+    ("gateway", "listen"): "--http",
     ("kv", "dtype"): "--kv-dtype",
     ("kv", "host_dtype"): "--host-kv-dtype",
     ("planner", "mode"): "--mode",
@@ -77,6 +80,10 @@ _PORT = typer.Option(
     callback=_check_port,
     show_default=_default(PlannerConfig, "listen").rpartition(":")[2],
 )
+_HTTP = typer.Option(
+    help='Address of the OpenAI-compatible HTTP service, host:port or unix:path; port 0 takes a free one; "off": none.',
+    show_default=f"{_default(GatewayConfig, 'listen')}, or a free port where it is taken",
+)
 _SEQUENCE = typer.Option(help="Tokens of prompt and answer at most.", show_default="the model's context length")
 _DTYPES = "auto, fp32, bf16, fp16"
 
@@ -111,6 +118,7 @@ def up(
         int | None, _setting(PlannerConfig, "max_batch_tokens", "Tokens one iteration computes at most.")
     ] = None,
     max_sequence_tokens: Annotated[int | None, _SEQUENCE] = None,
+    http: Annotated[str | None, _HTTP] = None,
     run_dir: Annotated[
         Path | None, typer.Option(help="Where sockets and logs go.", show_default="a temporary one")
     ] = None,
@@ -133,7 +141,13 @@ def up(
         ("cpu_attn", "num_threads"): cpu_threads,
         ("cpu_attn", "elastic"): elastic_cpu,
     }
+    if http != _NO_HTTP:
+        options["gateway", "listen"] = http
     config = pin_model(effective_config(config_file, options))
+    if http == _NO_HTTP:
+        config = config.model_copy(update={"gateway": None})
+    elif config.gateway is None:
+        config = config.model_copy(update={"gateway": GatewayConfig()})
     with run_directory(run_dir) as directory:
         stack = LocalStack(config, directory, on_event=lambda line: err.print(line, style="bold", markup=False))
         supervise(stack, quiet)
@@ -239,5 +253,7 @@ def _print_ready(stack: LocalStack, start_s: float) -> None:
     err.print(f"[bold green]ready[/] on [bold]{stack.address}[/] after {start_s:.1f} s: {stack.config.model.name}")
     err.print(f"  device {info.device}, {kv}, mode {stack.config.planner.mode}")
     explain_device(info.device, indent=2)
+    if stack.http_url:
+        err.print(f"  OpenAI-compatible HTTP: {stack.http_url}", markup=False)
     err.print(f"  logs in {stack.run_dir}", markup=False)
     err.print(f"  try: neoflex generate --address {stack.address} 'Hello!'", markup=False)
