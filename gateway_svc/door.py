@@ -1,6 +1,6 @@
 """Stands before all routes: ids, keys and counting; and turns every failure into a response of OpenAI's shape."""
 
-import logging
+import asyncio
 import time
 from collections.abc import Collection
 
@@ -17,8 +17,6 @@ from gateway_svc.keys import ApiKeys
 from gateway_svc.metrics import Metrics, Outcome
 
 _OPEN_PATHS = ("/health", "/health/ready", "/health/live")
-
-logger = logging.getLogger(__name__)
 
 
 class Door:
@@ -55,6 +53,8 @@ class Door:
                 await self._app(scope, receive, send_noted)
         except ClientDisconnect:  # Within the body.
             outcome.client_gone()
+        except asyncio.CancelledError:  # The server's grace is over; the task ends here, and uvicorn hangs up.
+            outcome.error = "shutdown"
         finally:
             self._metrics.in_flight.dec()
             route = path if path in self._paths else "other"

@@ -43,6 +43,7 @@ class GatewayServer:
             make_app(config, self._planner),
             lifespan="off",
             log_config=None,
+            log_level="warning",
             access_log=False,
             server_header=False,
             proxy_headers=False,

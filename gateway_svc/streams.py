@@ -29,6 +29,7 @@ class MergedStreams:
         self._calls = [planner.stream(request, metadata) for request in requests]
         self._queue: asyncio.Queue[Event | NeoflexError] = asyncio.Queue(_MAX_HELD_EVENTS)
         self._num_running = len(requests)
+        self._failure: NeoflexError | None = None
         self._pumps: list[asyncio.Task[None]] = []
 
     async def open(self) -> list[int]:
@@ -38,14 +39,22 @@ class MergedStreams:
         return prompt_tokens
 
     async def next_events(self, quiet_s: float) -> list[Event]:
-        """All that has come, at least one; none after `quiet_s` seconds without any. Raises NeoflexError."""
+        """All that has come, at least one; none after `quiet_s` seconds without any.
+
+        Raises NeoflexError where a stream failed, once all that came before is out.
+        """
+        if self._failure is not None:
+            raise self._failure
+        events: list[Event] = []
         try:
             async with asyncio.timeout(quiet_s):
-                events = [self._checked(await self._queue.get())]
+                self._take(await self._queue.get(), events)
         except TimeoutError:
             return []
-        while not self._queue.empty():
-            events.append(self._checked(self._queue.get_nowait()))
+        while not self._queue.empty() and self._failure is None:
+            self._take(self._queue.get_nowait(), events)
+        if not events and self._failure is not None:
+            raise self._failure
         return events
 
     @property
@@ -67,11 +76,12 @@ class MergedStreams:
             raise errors.cut_short(self._planner.address)
         return first.started.prompt_tokens
 
-    def _checked(self, item: Event | NeoflexError) -> Event:
+    def _take(self, item: Event | NeoflexError, events: list[Event]) -> None:
         if isinstance(item, NeoflexError):
-            raise item
-        self._num_running -= isinstance(item.what, pb.GenerationFinished)
-        return item
+            self._failure = item
+        else:
+            self._num_running -= isinstance(item.what, pb.GenerationFinished)
+            events.append(item)
 
     async def _pump(self, index: int, call: StreamCall) -> None:
         try:

@@ -77,6 +77,14 @@ class FakePlanner(inference_pb2_grpc.InferenceServiceServicer):
         self.server_info = pb.GetServerInfoResponse()
         self.running = 0
         self.cancelled = asyncio.Semaphore(0)
+        self._changed = asyncio.Event()
+
+    async def until_running(self, number: int) -> None:
+        """Returns when so many requests run."""
+        async with asyncio.timeout(60):
+            while self.running != number:
+                self._changed.clear()
+                await self._changed.wait()
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
         response = pb.GenerateResponse(request_id=request.request_id)
@@ -107,6 +115,7 @@ class FakePlanner(inference_pb2_grpc.InferenceServiceServicer):
         if answer.refusal:
             raise answer.refusal
         self.running += 1
+        self._changed.set()
         try:
             async for message in _answered(answer, request):
                 yield message
@@ -115,6 +124,7 @@ class FakePlanner(inference_pb2_grpc.InferenceServiceServicer):
             raise
         finally:
             self.running -= 1
+            self._changed.set()
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         self.tokenized.append(request)
