@@ -71,6 +71,8 @@ class ModelConfig(Section):
     """Built-in name, directory of safetensors, GGUF file, or hub id."""
     name: str = ""
     """Name in answers; default: the source's last part."""
+    chat_template: Path | None = None
+    """File of a Jinja template by which conversations are written, in place of the model's own."""
 
 
 class KvConfig(Section):

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
+from jinja2 import TemplateSyntaxError
+
 
 class ChatTemplateError(Exception):
     """The model has no chat template, or its template refuses the conversation. The text is the template's own."""
@@ -72,6 +74,16 @@ def tool_call_format(backend: Any) -> ToolCallFormat | None:
     except ValueError:  # Several templates, and none of them the default.
         return None
     return next((found for mark, found in _MARKS if mark in template), None)
+
+
+def check(backend: Any) -> None:
+    """Raises ChatTemplateError where the template is no Jinja."""
+    try:
+        backend.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
+    except TemplateSyntaxError as error:
+        raise ChatTemplateError(f"line {error.lineno}: {error.message}") from error
+    except Exception:  # It may refuse this conversation for reasons of its own.
+        return
 
 
 def render(backend: Any, turns: Sequence[Turn], tools: Sequence[Tool] = ()) -> str:

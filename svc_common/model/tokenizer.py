@@ -5,6 +5,7 @@ stream can be decoded token by token, exactly and at constant cost; it is checke
 """
 
 import codecs
+import copy
 import hashlib
 import json
 import logging
@@ -47,6 +48,15 @@ class Tokenizer:
         end = backend.eos_token_id
         self.eos_token_ids: tuple[int, ...] = () if end is None else (end,)
         self._check()
+
+    def with_chat_template(self, template: str) -> "Tokenizer":
+        """The same with another template, in Jinja. Raises ChatTemplateError where it is none."""
+        backend = copy.copy(self._backend)
+        backend.chat_template = template
+        chat_template.check(backend)
+        changed = copy.copy(self)
+        changed._backend = backend
+        return changed
 
     def encode(self, text: str) -> list[int]:
         """Token ids with the special tokens that the model's tokenizer adds by default."""
