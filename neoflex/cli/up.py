@@ -140,14 +140,9 @@ def up(
         ("cpu_attn", "kv_bytes"): host_kv_bytes,
         ("cpu_attn", "num_threads"): cpu_threads,
         ("cpu_attn", "elastic"): elastic_cpu,
+        ("gateway", "listen"): None if http == _NO_HTTP else http,
     }
-    if http != _NO_HTTP:
-        options["gateway", "listen"] = http
-    config = pin_model(effective_config(config_file, options))
-    if http == _NO_HTTP:
-        config = config.model_copy(update={"gateway": None})
-    elif config.gateway is None:
-        config = config.model_copy(update={"gateway": GatewayConfig()})
+    config = pin_model(with_gateway(effective_config(config_file, options), http == _NO_HTTP))
     with run_directory(run_dir) as directory:
         stack = LocalStack(config, directory, on_event=lambda line: err.print(line, style="bold", markup=False))
         supervise(stack, quiet)
@@ -170,6 +165,11 @@ def effective_config(config_file: Path | None, options: dict[tuple[str, str], ob
                 table[key] = value
     typed = {".".join(key): _TYPED[key] for key, value in options.items() if value is not None and key in _TYPED}
     return parse(values, str(config_file or "options"), typed)
+
+
+def with_gateway(config: Config, off: bool) -> Config:
+    """Unless it is off there is one, also where the file says nothing of it."""
+    return config.model_copy(update={"gateway": None if off else config.gateway or GatewayConfig()})
 
 
 def pin_model(config: Config) -> Config:

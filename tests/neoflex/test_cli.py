@@ -16,10 +16,10 @@ from support.stacks import own_environment
 
 from neoflex.cli import model, up
 from neoflex.cli.output import size
-from neoflex.cli.up import effective_config, pin_model, run_directory
+from neoflex.cli.up import effective_config, pin_model, run_directory, with_gateway
 from neoflex.client import Client
 from neoflex.logs import LogFollower
-from svc_common.config import ConfigError
+from svc_common.config import Config, ConfigError, GatewayConfig
 from svc_common.model.store import BUILTIN_MODELS
 
 
@@ -243,6 +243,14 @@ class TestUp:
             " --host-kv-bytes: not a size such as 64MiB, is 'lots'\n"
         )
         assert run("up", "./nowhere").err == "error: ./nowhere: no such file or directory\n"
+
+    def test_there_is_a_gateway_unless_it_is_off(self) -> None:
+        assert with_gateway(Config(), off=False).gateway == GatewayConfig()
+        named = effective_config(None, {("gateway", "listen"): "127.0.0.1:9"})
+        assert with_gateway(named, off=False) == named
+        assert with_gateway(named, off=True).gateway is None
+        with pytest.raises(ConfigError, match='^--http: must be "host:port" or "unix:path", is \'9\'$'):
+            effective_config(None, {("gateway", "listen"): "9"})
 
     def test_an_option_and_the_file_are_told_apart(self, tmp_path: Path) -> None:
         file = tmp_path / "neoflex.toml"

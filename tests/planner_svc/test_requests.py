@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from google.protobuf.duration_pb2 import Duration
@@ -12,8 +13,8 @@ from planner_svc.classes import service_classes
 from planner_svc.requests import ChatPrompt, Limits, TextPrompt, TokenPrompt
 from planner_svc.scheduler import Targets
 from svc_common.config import PlannerConfig
-from svc_common.errors import ServiceError
-from svc_common.model.chat_template import Turn
+from svc_common.errors import FieldViolation, ServiceError
+from svc_common.model.chat_template import Tool, ToolCall, Turn
 from svc_common.plan import Sampling
 
 CHAT = {"ttft_s": 0.5, "tpot_s": 0.05}
@@ -239,6 +240,54 @@ def test_a_vanishing_temperature_is_greedy() -> None:
 def test_chat() -> None:
     message = pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="anyone", content="")]))
     assert requests.parse_generation(message, LIMITS, CLASSES)[0] == ChatPrompt((Turn("anyone", ""),))
+
+
+def chat_with(tools: list[pb.Tool] | None = None, **turn: Any) -> pb.GenerateRequest:
+    chat = pb.Chat(messages=[pb.ChatMessage(role="assistant", **turn)], tools=tools or [])
+    return pb.GenerateRequest(chat=chat)
+
+
+def test_tools_and_calls() -> None:
+    call = pb.ToolCall(id="1", name="add", arguments_json='{"a": [1]}')
+    tools = [pb.Tool(name="add", description="Adds.", parameters_json_schema='{"type": "object"}'), pb.Tool(name="b")]
+    prompt, _ = requests.parse_generation(chat_with(tools, tool_calls=[call]), LIMITS, CLASSES)
+    assert prompt == ChatPrompt(
+        (Turn("assistant", "", (ToolCall("1", "add", {"a": [1]}),)),),
+        (Tool("add", "Adds.", {"type": "object"}), Tool("b", "", {"type": "object", "properties": {}})),
+    )
+
+
+@pytest.mark.parametrize(
+    ("message", "field", "description"),
+    [
+        (
+            chat_with(tool_calls=[pb.ToolCall(arguments_json="[1]")]),
+            "request.chat.messages[0].tool_calls[0].arguments_json",
+            "must be a JSON object",
+        ),
+        (
+            chat_with(tool_calls=[pb.ToolCall(arguments_json="")]),
+            "request.chat.messages[0].tool_calls[0].arguments_json",
+            "must be a JSON object: Expecting value: line 1 column 1 (char 0)",
+        ),
+        (
+            chat_with([pb.Tool(name="a", parameters_json_schema="true")]),
+            "request.chat.tools[0].parameters_json_schema",
+            "must be a JSON object",
+        ),
+        (chat_with([pb.Tool()]), "request.chat.tools[0].name", "must not be empty"),
+        (chat_with([pb.Tool(name="a")] * 129), "request.chat.tools", "must be at most 128, are 129"),
+        (
+            chat_with([pb.Tool(name="a", description="x" * 391)]),
+            "request.chat.messages",
+            "must be at most 400 bytes, is 401: more cannot fit a context of 50 tokens",
+        ),
+    ],
+)
+def test_tools_that_are_none(message: pb.GenerateRequest, field: str, description: str) -> None:
+    with pytest.raises(ServiceError) as caught:
+        requests.parse_generation(message, LIMITS, CLASSES)
+    assert caught.value.violations == (FieldViolation(field, description),)
 
 
 @pytest.mark.parametrize(

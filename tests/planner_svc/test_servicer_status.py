@@ -48,6 +48,33 @@ async def test_tokenize_and_detokenize(start_rig: StartRig) -> None:
     )
 
 
+async def test_tokens_by_themselves(start_rig: StartRig) -> None:
+    rig = await start_rig()
+    [end] = TOKENIZER.eos_token_ids
+    [half] = TOKENIZER.encode("é")[:1]
+    response = await rig.stub.Detokenize(pb.DetokenizeRequest(token_ids=[64, half, end], with_tokens=True))
+    assert list(response.tokens) == [
+        pb.TokenText(text=b"a"),
+        pb.TokenText(text="é".encode()[:1]),
+        pb.TokenText(special="<end>"),
+    ]
+    assert list((await rig.stub.Detokenize(pb.DetokenizeRequest(token_ids=[64]))).tokens) == []
+
+
+async def test_tools_that_the_template_does_not_know(start_rig: StartRig) -> None:
+    rig = await start_rig()
+    chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="the")], tools=[pb.Tool(name="add")])
+    for call, field in (
+        (rig.stub.Tokenize(pb.TokenizeRequest(chat=chat)), "chat.tools"),
+        (rig.stub.Generate(pb.GenerateRequest(chat=chat)), "request.chat.tools"),
+    ):
+        code, reason, error = await refused(call)
+        assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "TOOLS_UNKNOWN")
+        assert error.details() == f"{field}: the model's chat template knows no tools"
+    model = await rig.stub.GetModelInfo(pb.GetModelInfoRequest())
+    assert model.tool_call_format == pb.TOOL_CALL_FORMAT_UNSPECIFIED
+
+
 async def test_the_model_and_the_server_describe_themselves(start_rig: StartRig) -> None:
     rig = await start_rig(FakeExecutor(host_blocks=8), FakeHost())
     model = await rig.stub.GetModelInfo(pb.GetModelInfoRequest())
