@@ -14,6 +14,8 @@ from svc_common.config import GatewayConfig
 from svc_common.grpc_server import ListenError
 
 _BACKLOG = 2048
+_KEEP_ALIVE_S = 75
+"""An idle connection stays for longer than clients keep theirs (5 s in httpx), so that none is used as it closes."""
 
 
 class _Uvicorn(uvicorn.Server):
@@ -47,6 +49,7 @@ class GatewayServer:
             access_log=False,
             server_header=False,
             proxy_headers=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=max(1, round(grace_s)),
             backlog=_BACKLOG,
         )

@@ -249,7 +249,7 @@ class TestUp:
         named = effective_config(None, {("gateway", "listen"): "127.0.0.1:9"})
         assert with_gateway(named, off=False) == named
         assert with_gateway(named, off=True).gateway is None
-        with pytest.raises(ConfigError, match='^--http: must be "host:port" or "unix:path", is \'9\'$'):
+        with pytest.raises(ConfigError, match=r'^--http: must be "host:port"'):
             effective_config(None, {("gateway", "listen"): "9"})
 
     def test_an_option_and_the_file_are_told_apart(self, tmp_path: Path) -> None:

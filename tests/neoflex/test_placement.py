@@ -36,7 +36,7 @@ def test_the_gateway_takes_its_port_or_a_free_one(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         assert accepts(address)
-        with pytest.raises(AddressInUseError, match="a free one with: neoflex up --http 127.0.0.1:0"):
+        with pytest.raises(AddressInUseError, match=r"a free one with: neoflex up --http 127\.0\.0\.1:0"):
             placed(listen=address)
         # What nobody asked for by name gives way.
         gateway = GatewayConfig.model_construct(listen=address)
