@@ -58,7 +58,7 @@ class GatewayServer:
 
     async def start(self) -> None:
         """Accepts connections once it returns. Raises ListenError."""
-        listener = _listener(self._listen)
+        listener = listening_socket(self._listen)
         if listener.family != socket.AF_UNIX:
             self.address = f"{self._listen.rpartition(':')[0]}:{listener.getsockname()[1]}"
         self._serving = asyncio.create_task(self._server.serve([listener]))
@@ -72,8 +72,8 @@ class GatewayServer:
         await self._planner.close()
 
 
-def _listener(listen: str) -> socket.socket:
-    """Raises ListenError."""
+def listening_socket(listen: str) -> socket.socket:
+    """Bound, and not listening yet. Raises ListenError."""
     try:
         if listen.startswith("unix:"):
             path = listen.removeprefix("unix:")
@@ -83,7 +83,10 @@ def _listener(listen: str) -> socket.socket:
         else:
             host, _, port = listen.rpartition(":")
             bare_host = host.strip("[]")
-            listener = socket.socket(socket.AF_INET6 if ":" in bare_host else socket.AF_INET, socket.SOCK_STREAM)
+            family = socket.AF_INET6 if ":" in bare_host else socket.AF_INET
+            # With the protocol by name, as asyncio turns Nagle's algorithm off for no others: headers and body of an
+            # answer are two writes, and the second would wait 40 ms for the first one's acknowledgement.
+            listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((bare_host, int(port)))
     except OSError as error:

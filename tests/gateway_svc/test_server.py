@@ -5,6 +5,7 @@ import contextlib
 import json
 import random
 import signal
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 from support.fake_planner import Answer, FakePlanner, RunningPlanner
 from support.stacks import own_environment
 
-from gateway_svc.server import GatewayServer
+from gateway_svc.server import GatewayServer, listening_socket
 from svc_common.config import GatewayConfig
 from svc_common.grpc_server import ListenError
 
@@ -138,6 +139,25 @@ async def test_a_unix_socket(planner: RunningPlanner, tmp_path: Path) -> None:
     async with httpx2.AsyncClient(transport=transport, base_url="http://gateway") as client:
         assert (await client.post(CHAT, json={"messages": HI})).status_code == 200
     await server.stop()
+
+
+async def test_answers_do_not_wait_for_acknowledgements() -> None:
+    with listening_socket("127.0.0.1:0") as listener:
+        transports: list[asyncio.BaseTransport] = []
+        accepted = asyncio.Event()
+
+        class Noting(asyncio.Protocol):
+            def connection_made(self, transport: asyncio.BaseTransport) -> None:
+                transports.append(transport)
+                accepted.set()
+
+        server = await asyncio.get_running_loop().create_server(Noting, sock=listener)
+        _, writer = await asyncio.open_connection(*listener.getsockname())
+        await accepted.wait()
+        connection = transports[0].get_extra_info("socket")
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+        writer.close()
+        server.close()
 
 
 async def test_a_taken_address(planner: RunningPlanner) -> None:
