@@ -19,7 +19,12 @@ _REASONS = {
 
 
 def delta_message(delta: Delta) -> pb.GenerationDelta:
-    return pb.GenerationDelta(text=delta.text, token_ids=delta.token_ids, logprobs=position_messages(delta.positions))
+    return pb.GenerationDelta(
+        text=delta.text,
+        token_ids=delta.token_ids,
+        logprobs=position_messages(delta.positions),
+        prompt_logprobs=position_messages(delta.prompt_positions),
+    )
 
 
 def position_messages(positions: Iterable[Position]) -> list[pb.PositionLogprobs]:

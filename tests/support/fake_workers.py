@@ -91,6 +91,10 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
     async def GetExecutorStatus(self, request: Any, context: Any) -> executor_pb2.GetExecutorStatusResponse:  # noqa: N802
         return executor_pb2.GetExecutorStatusResponse(epoch=self.epochs[-1].epoch if self.epochs else 0)
 
+    async def CompileGrammar(self, request: Any, context: Any) -> executor_pb2.CompileGrammarResponse:  # noqa: N802
+        self.grammars.append(request.grammar)
+        return executor_pb2.CompileGrammarResponse(error=self.grammar_error)
+
     async def OpenEpoch(self, request: Any, context: Any) -> executor_pb2.OpenEpochResponse:  # noqa: N802
         if self.epochs and request.epoch <= self.epochs[-1].epoch:
             self.problems.append(f"epoch {request.epoch} does not follow {self.epochs[-1].epoch}")
