@@ -125,7 +125,7 @@ class Epoch:
         head_start_ns = time.perf_counter_ns()
         prompt_parts = self._prompt_logprobs(plan, stages)
         sampled = self._sample(stages)
-        head_ns = time.perf_counter_ns() - head_start_ns
+        head_ns = time.perf_counter_ns() - head_start_ns if sampled.tokens or prompt_parts else 0
         recorder.mark(TraceKind.HEAD)
         self.last_iteration = plan.iteration
         done = [stage.batch for stage in stages]

@@ -100,8 +100,6 @@ class SequenceTable:
             raise InvalidPlanError(f"sequence {new.sequence_id} is known already")
         if not self._free_slots:
             raise InvalidPlanError(f"sequence {new.sequence_id} is one more than {self._limits.max_sequences}")
-        if not 0 <= new.num_generated_tokens < len(new.token_ids):
-            raise InvalidPlanError(f"sequence {new.sequence_id} has no prompt before what was generated")
         if not 0 < len(new.token_ids) <= self._limits.max_sequence_tokens:
             raise InvalidPlanError(
                 f"sequence {new.sequence_id} has {len(new.token_ids)} tokens; 1 to {self._limits.max_sequence_tokens}"
@@ -109,6 +107,8 @@ class SequenceTable:
         token_ids = np.array(new.token_ids, np.int32)
         if int(token_ids.min()) < 0 or int(token_ids.max()) >= self._vocab_size:
             raise InvalidPlanError(f"sequence {new.sequence_id} has token ids outside the vocabulary")
+        if not 0 <= new.num_generated_tokens < len(new.token_ids):
+            raise InvalidPlanError(f"sequence {new.sequence_id} has no prompt before what was generated")
         slot = self._free_slots.pop()
         self.slot_of[new.sequence_id] = slot
         self.sequence_ids[slot] = new.sequence_id

@@ -57,6 +57,10 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     fail_next: tuple[int, str] | None = None
     """Error and text of the next iteration."""
+    grammars: list[str] = field(default_factory=list)
+    """That it was asked to make ready."""
+    grammar_error: str = ""
+    """Its answer to that."""
     epochs: list[executor_pb2.OpenEpochRequest] = field(default_factory=list)
     plans: list[executor_pb2.IterationPlan] = field(default_factory=list)
     held: dict[int, Held] = field(default_factory=dict)
