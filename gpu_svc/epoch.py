@@ -57,6 +57,8 @@ class Sampled:
     tokens: tuple[tuple[int, int], ...] = ()
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     grammar_failures: dict[int, str] = field(default_factory=dict)
+    head_ns: int = 0
+    """Of the output head and of sampling."""
 
 
 class Epoch:
@@ -122,10 +124,10 @@ class Epoch:
         cpu_wait_ns = self.host.wait_ns - waited_before_ns if self.host else 0
         for sub_batch in plan.sub_batches:
             self.table.advance(sub_batch)
-        head_start_ns = time.perf_counter_ns()
+        start_ns = time.perf_counter_ns()
         prompt_parts = self._prompt_logprobs(plan, stages)
+        prompt_logprobs_ns = time.perf_counter_ns() - start_ns if prompt_parts else 0
         sampled = self._sample(stages)
-        head_ns = time.perf_counter_ns() - head_start_ns if sampled.tokens or prompt_parts else 0
         recorder.mark(TraceKind.HEAD)
         self.last_iteration = plan.iteration
         done = [stage.batch for stage in stages]
@@ -138,7 +140,11 @@ class Epoch:
             prompt_logprobs=prompt_parts,
             grammar_failures=sampled.grammar_failures,
             timings=Timings(
-                cpu_wait_ns=cpu_wait_ns, cpu_attention_ns=cpu_attention_ns, swap_ns=swap_ns, head_ns=head_ns
+                cpu_wait_ns=cpu_wait_ns,
+                cpu_attention_ns=cpu_attention_ns,
+                swap_ns=swap_ns,
+                head_ns=sampled.head_ns,
+                prompt_logprobs_ns=prompt_logprobs_ns,
             ),
             swapped_out_bytes=len(moves.to_host) * block_bytes
             + sum(batch.host_chunk_tokens for batch in done) * token_bytes,
@@ -208,6 +214,7 @@ class Epoch:
 
     def _sample(self, stages: list[Stage]) -> Sampled:
         """One token for each row of output."""
+        start_ns = time.perf_counter_ns()
         slots = np.concatenate([np.zeros(0, np.int64), *(stage.batch.output_slots for stage in stages)])
         if not len(slots):
             return Sampled()
@@ -221,4 +228,5 @@ class Epoch:
             tuple(zip(ids[slots].tolist(), tokens.tolist(), strict=True)),
             {int(ids[slots[row.row]]): TokenLogprobs(row.chosen, row.top) for row in logprobs},
             {int(ids[slot]): error for slot, error in failures.items()},
+            time.perf_counter_ns() - start_ns,
         )

@@ -146,6 +146,7 @@ def result_to_pb(result: IterationResult) -> pb.IterationResult:
             swap_ns=timings.swap_ns,
             head_ns=timings.head_ns,
             idle_ns=timings.idle_ns,
+            prompt_logprobs_ns=timings.prompt_logprobs_ns,
         ),
         swapped_out_bytes=result.swapped_out_bytes,
         swapped_in_bytes=result.swapped_in_bytes,

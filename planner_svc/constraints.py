@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from jsonschema import Draft202012Validator, SchemaError
-from jsonschema.exceptions import best_match
 from jsonschema.validators import validator_for
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
@@ -106,18 +105,19 @@ def _refuse_constant(name: str) -> None:
 
 
 def _check_against_its_draft(schema: Any) -> None:
+    if schema is False:
+        raise ConstraintError("$: false matches nothing")
     validator = validator_for(schema, default=Draft202012Validator)
     try:
         validator.check_schema(schema)
     except SchemaError as error:
-        worst = best_match([error]) or error
-        raise ConstraintError(f"{_json_path(tuple(worst.path))}: {worst.message:.300}") from error
+        raise ConstraintError(f"{_json_path(tuple(error.path))}: {error.message:.300}") from error
 
 
 def _of_schema(schema: Any) -> str:
     """The grammar of a schema, not yet checked."""
-    if not isinstance(schema, dict):  # True allows anything, as {} does; the library takes options with objects only.
-        schema = {} if schema else {"not": {}}
+    if schema is True:  # As {} is; the library takes options with objects only.
+        schema = {}
     kept = {name: value for name, value in schema.items() if name != _OPTIONS_KEYWORD}
     return LLMatcher.grammar_from_json_schema(kept, overrides=_JSON_OPTIONS)
 

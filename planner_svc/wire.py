@@ -118,6 +118,7 @@ def result_from_message(message: pb.IterationResult) -> IterationResult:
             swap_ns=timings.swap_ns,
             head_ns=timings.head_ns,
             idle_ns=timings.idle_ns,
+            prompt_logprobs_ns=timings.prompt_logprobs_ns,
         ),
         swapped_out_bytes=message.swapped_out_bytes,
         swapped_in_bytes=message.swapped_in_bytes,

@@ -177,6 +177,7 @@ class Timings:
     swap_ns: int = 0
     head_ns: int = 0
     idle_ns: int = 0
+    prompt_logprobs_ns: int = 0
 
 
 class ExecutionError(Enum):

@@ -48,7 +48,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "enum": {"enum": ["red", "green", "blue"]},
     "enum of many types": {"enum": ["a", 1, None, True, {"x": [1, 2]}, [], 2.5]},
     "enum beside type": {"type": "integer", "enum": [1, 2, "x"]},
-    "const": {"const": {"kind": "é\n\"\\", "n": [True, 0]}},
+    "const": {"const": {"kind": 'é\n"\\', "n": [True, 0]}},
     "types": {"type": ["string", "null", "integer"], "maxLength": 5, "minimum": 0, "maximum": 99},
     "array of bounds": {"type": "array", "items": _DIGIT, "minItems": 2, "maxItems": 5},
     "array of enum": {"type": "array", "items": {"enum": ["n", "e", "s", "w"]}, "minItems": 1, "maxItems": 4},
