@@ -37,7 +37,12 @@ def token_message(tokenizer: Tokenizer, token_id: int) -> pb.TokenText:
 
 
 def delta_message(delta: Delta) -> pb.GenerationDelta:
-    return pb.GenerationDelta(text=delta.text, token_ids=delta.token_ids, logprobs=position_messages(delta.positions))
+    return pb.GenerationDelta(
+        text=delta.text,
+        token_ids=delta.token_ids,
+        logprobs=position_messages(delta.positions),
+        prompt_logprobs=position_messages(delta.prompt_positions),
+    )
 
 
 def position_messages(positions: Iterable[Position]) -> list[pb.PositionLogprobs]:

@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -12,8 +12,9 @@ from neoflex.v1 import inference_pb2 as pb
 from neoflex.v1 import inference_pb2_grpc
 from planner_svc import messages, requests
 from planner_svc.classes import ServiceClasses
+from planner_svc.constraints import Constraint, ConstraintError, grammar_of
 from planner_svc.engine import Engine
-from planner_svc.executor_client import Placement
+from planner_svc.executor_client import ExecutorLostError, Placement
 from planner_svc.generation import Generation, GenerationRequest
 from planner_svc.requests import ChatPrompt, GenerationOptions, Limits, Prompt, TextPrompt
 from svc_common.errors import ServiceError, invalid_argument, unavailable
@@ -46,12 +47,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         engine: Engine,
         classes: ServiceClasses,
         placement: Callable[[], Placement | None],
+        compile_grammar: Callable[[str], Awaitable[str]],
     ) -> None:
-        """`placement` returns that of the current epoch, None before the first."""
+        """`placement` returns that of the current epoch, None before the first. `compile_grammar` has the executor make
+        a grammar ready and returns why it can't, or nothing; it raises ExecutorLostError.
+        """
         self._model = model
         self._engine = engine
         self._classes = classes
         self._placement = placement
+        self._compile_grammar = compile_grammar
         self._started_s = time.monotonic()
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
@@ -64,6 +69,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             logprobs=messages.position_messages(whole.positions),
             finish=messages.finish_message(generation.finished),
             usage=messages.usage_message(generation.finished),
+            prompt_logprobs=messages.position_messages(whole.prompt_positions),
         )
 
     async def GenerateStream(
@@ -147,7 +153,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             prompt, options = requests.parse_generation(message, self._model.limits, self._classes)
             self._engine.check_open(options.request_id)
             tokens = await self._tokens_of(prompt, prefix="request.")
-            request = self._resolve(prompt, tokens, options, arrival_ns)
+            grammar = await self._grammar_of(options.constraint) if options.constraint else ""
+            request = self._resolve(prompt, tokens, options, grammar, arrival_ns)
             generation = self._engine.submit(request, f"request.{requests.prompt_field(prompt)}")
         except ServiceError:
             self._engine.counters.refused_requests += 1
@@ -177,8 +184,22 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         requests.check_vocabulary(field, tokens, self._model.limits)
         return tokens
 
+    async def _grammar_of(self, constraint: Constraint) -> str:
+        """What the executor has ready by now, so that no iteration waits for it. Raises ServiceError."""
+        field = f"request.constraint.{constraint.kind}"
+        try:
+            grammar = await asyncio.to_thread(grammar_of, constraint)
+            error = await self._compile_grammar(grammar)
+        except ConstraintError as refusal:
+            raise invalid_argument(field, str(refusal), "CONSTRAINT_UNSUPPORTED") from refusal
+        except ExecutorLostError as lost:
+            raise unavailable("EXECUTOR_LOST", "the executor was lost; it is awaited", 1.0) from lost
+        if error:
+            raise invalid_argument(field, error, "CONSTRAINT_UNSUPPORTED")
+        return grammar
+
     def _resolve(
-        self, prompt: Prompt, tokens: tuple[int, ...], options: GenerationOptions, arrival_ns: int
+        self, prompt: Prompt, tokens: tuple[int, ...], options: GenerationOptions, grammar: str, arrival_ns: int
     ) -> GenerationRequest:
         end_token_ids = options.stop_token_ids
         if not options.ignore_eos:
@@ -186,7 +207,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         return GenerationRequest(
             request_id=options.request_id,
             prompt=tokens,
-            sampling=options.sampling,
+            sampling=replace(options.sampling, grammar=grammar),
             max_tokens=requests.resolve_max_tokens(
                 prompt, len(tokens), options.max_tokens, self._model.limits, self._engine.room_tokens
             ),

@@ -89,7 +89,7 @@ class Residency:
                 token_ids=tokens,
                 tier=tier,
                 blocks=tuple(sequence.blocks),
-                sampling=sequence.request.sampling,
+                sampling=sequence.remaining_sampling,
                 num_generated_tokens=len(sequence.outputs),
             )
         )

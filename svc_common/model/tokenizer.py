@@ -80,6 +80,10 @@ class Tokenizer:
         text = b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
         return text.removeprefix(" ") if self._strips_first_space else text
 
+    def to_json(self) -> str:
+        """In the tokenizers library's own form."""
+        return str(self._fast.to_str())
+
     def token_bytes(self, token_id: int) -> bytes:
         """UTF-8 bytes that a token adds to a text; none for special tokens and ids beyond the tokenizer's."""
         return self._bytes[token_id] if 0 <= token_id < len(self._bytes) else b""
@@ -144,6 +148,18 @@ def load_tokenizer(files: ModelFiles, cache_dir: Path | None = None) -> Tokenize
             logger.warning("the converted tokenizer is not kept, each start converts it anew: %s", error)
             return Tokenizer(converted)
     return Tokenizer(_read(kept))
+
+
+def tokenizer_json(files: ModelFiles, cache_dir: Path | None = None) -> str:
+    """The tokenizer in the tokenizers library's own form; read without transformers where it lies there already.
+
+    Raises UnsupportedModelError.
+    """
+    directory = files.directory
+    if files.gguf is not None:
+        directory = (cache_dir or default_cache_dir()) / "tokenizers" / _fingerprint(files.gguf)
+    path = directory / "tokenizer.json"
+    return path.read_text() if path.is_file() else load_tokenizer(files, cache_dir).to_json()
 
 
 def _read(directory: Path, **source: str) -> Any:
