@@ -1,14 +1,17 @@
 """The real services behind the gateway, called by OpenAI's own clients, judged by transformers."""
 
 import asyncio
+import json
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx2
+import jsonschema
 import openai
 import pytest
 import torch
@@ -174,6 +177,101 @@ def test_tools_are_rendered_by_the_template(client: OpenAI, stack: LocalStack, t
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model=MODEL, messages=messages, tools=tools)
     assert caught.value.param == "messages[1].tool_calls[0].arguments_json"
+
+
+def test_answers_match_their_schema(client: OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 12}, "moons": {"type": "integer", "maximum": 99}},
+        "required": ["name", "moons"],
+        "additionalProperties": False,
+    }
+    response_format: Any = {"type": "json_schema", "json_schema": {"name": "planet", "schema": schema, "strict": True}}
+    options: Any = {"model": MODEL, "messages": ASK, "max_tokens": 100, "seed": 3, "response_format": response_format}
+    whole = client.chat.completions.create(**options).choices[0]
+    assert whole.finish_reason == "stop"
+    jsonschema.validate(json.loads(whole.message.content or ""), schema)
+    parts = [chunk.choices[0].delta.content or "" for chunk in client.chat.completions.create(stream=True, **options)]
+    assert "".join(parts) == whole.message.content
+    options["response_format"] = {"type": "json_object"}
+    options["max_tokens"] = 16
+    assert (client.chat.completions.create(**options).choices[0].message.content or "").lstrip().startswith("{")
+    for outputs, pattern in (
+        ({"regex": "[a-c]{3}-[0-9]{2}"}, "[a-c]{3}-[0-9]{2}"),
+        ({"choice": ["red", "green"]}, "red|green"),
+    ):
+        chosen = client.completions.create(model=MODEL, prompt=PROMPT, extra_body={"structured_outputs": outputs})
+        assert re.fullmatch(pattern, chosen.choices[0].text)
+    options["response_format"] = {
+        "type": "json_schema",
+        "json_schema": {"schema": {"type": "integer", "multipleOf": "x"}},
+    }
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(**options)
+    assert caught.value.param is not None
+    assert caught.value.param.startswith("response_format")
+
+
+def test_forced_calls_match_their_schema(client: OpenAI) -> None:
+    colour = {"type": "string", "enum": ["red", "green"]}
+    parameters = {"type": "object", "properties": {"colour": colour}, "required": ["colour"]}
+    parameters["additionalProperties"] = False
+    tools: Any = [
+        {"type": "function", "function": {"name": "paint", "parameters": parameters}},
+        {"type": "function", "function": {"name": "wash", "parameters": {"type": "object", "properties": {}}}},
+    ]
+    options: Any = {"model": MODEL, "messages": ASK, "tools": tools, "max_tokens": 120, "temperature": 0}
+    named = client.chat.completions.create(
+        tool_choice={"type": "function", "function": {"name": "paint"}}, **options
+    ).choices[0]
+    [call] = named.message.tool_calls or []
+    assert call.type == "function"
+    assert call.function.name == "paint"
+    jsonschema.validate(json.loads(call.function.arguments), parameters)
+    assert (named.finish_reason, named.message.content) == ("stop", None)
+    names, arguments, reason = [], "", None
+    for chunk in client.chat.completions.create(
+        tool_choice="required", parallel_tool_calls=False, stream=True, **options
+    ):
+        reason = chunk.choices[0].finish_reason
+        for delta in chunk.choices[0].delta.tool_calls or ():
+            assert delta.function is not None
+            names += [delta.function.name] if delta.function.name else []
+            arguments += delta.function.arguments or ""
+    assert names in (["paint"], ["wash"])
+    assert isinstance(json.loads(arguments), dict)
+    assert reason == "tool_calls"
+
+
+def test_penalties_and_biases(client: OpenAI, tokenizer: Tokenizer) -> None:
+    options: Any = {"model": MODEL, "prompt": "one two one two one", "max_tokens": 12, "temperature": 0}
+    plain = client.completions.create(**options).choices[0].text
+    first = tokenizer.encode(plain)[0]
+    banned = client.completions.create(logit_bias={str(first): -100}, **options).choices[0].text
+    assert tokenizer.encode(banned)[0] != first
+    wanted = client.completions.create(logit_bias={str(first): 100}, **options).choices[0].text
+    assert wanted == tokenizer.decode([first] * 12)
+    varied = client.completions.create(frequency_penalty=2, presence_penalty=2, **options)
+    assert varied.choices[0].text != plain
+    assert client.completions.create(extra_body={"repetition_penalty": 1.9}, **options).choices[0].text != plain
+
+
+def test_log_probabilities_of_a_prompt_are_transformers(
+    client: OpenAI, tokenizer: Tokenizer, files: ModelFiles
+) -> None:
+    answer = client.completions.create(model=MODEL, prompt=PROMPT, echo=True, logprobs=2, max_tokens=0)
+    [choice] = answer.choices
+    assert choice.text == PROMPT
+    assert choice.logprobs is not None
+    assert "".join(choice.logprobs.tokens or ()) == PROMPT
+    assert choice.logprobs.text_offset == [0, 3, 11, 14, 21]
+    ids = tokenizer.encode(PROMPT)
+    with torch.inference_mode():
+        scores = load_transformers(files)(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    expected = [float(scores[i, token]) for i, token in enumerate(ids[1:])]
+    assert choice.logprobs.token_logprobs is not None
+    assert choice.logprobs.token_logprobs[0] is None
+    assert choice.logprobs.token_logprobs[1:] == pytest.approx(expected, abs=2e-3)
 
 
 def test_the_planners_refusals(client: OpenAI) -> None:
