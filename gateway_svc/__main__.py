@@ -1,6 +1,7 @@
 """`python -m gateway_svc --config FILE`: serves HTTP in front of the planner until told to stop."""
 
 import asyncio
+import ipaddress
 import logging
 import sys
 
@@ -23,10 +24,23 @@ async def serve(config: Config) -> None:
     server = GatewayServer(gateway, config.planner.listen, DRAIN_GRACE_S)
     await server.start()
     logger.info("listening on %s, planner at %s", server.address, config.planner.listen)
+    if gateway.api_keys_file is None and not _is_local(server.address):
+        logger.warning("whoever reaches %s may call: gateway.api_keys_file is not set", server.address)
     await until_stop_signal()
     logger.info("draining")
     await server.stop()
     logger.info("stopped")
+
+
+def _is_local(address: str) -> bool:
+    """Whether only this machine reaches it. A name counts as foreign unless it is localhost."""
+    host = address.rpartition(":")[0].strip("[]")
+    if address.startswith("unix:") or host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def main() -> None:
