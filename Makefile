@@ -10,7 +10,7 @@ SOURCES := $(PACKAGES) tests benchmarks
 BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints.txt \
 	$(shell find proto svc_common cpu_attn_svc \( -name '*.proto' -o -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt \) 2>/dev/null)
 
-.PHONY: help demo test lint types imports protos format model unit integration bench-serve bench-kernel sanitize cross bench-hop bench-overlap bench-executor bench-planner bench-baselines bench-estimate bench-realtime bench-gateway clean
+.PHONY: help demo test lint types imports protos format model unit integration bench-serve bench-kernel sanitize cross bench-hop bench-overlap bench-executor bench-sampling bench-planner bench-baselines bench-estimate bench-realtime bench-gateway clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 
@@ -57,6 +57,9 @@ format: $(VENV)/.dev ## Rewrite the source in the project's style
 
 bench-executor: $(VENV)/.dev ## What Python and launches cost per layer
 	$(BIN)/python benchmarks/executor.py
+
+bench-sampling: $(VENV)/.dev model ## What sampling and structured output cost of an iteration
+	$(BIN)/python benchmarks/sampling.py
 
 bench-serve: $(VENV)/.dev model ## Throughput and latency, beside transformers
 	$(BIN)/python benchmarks/serve.py

@@ -39,6 +39,8 @@ class SamplingTable:
         sampling = new.sampling
         if not all(0 <= token_id < self._vocab_size for token_id, _ in sampling.logit_bias):
             raise InvalidPlanError(f"sequence {new.sequence_id} has a bias for a token outside the vocabulary")
+        if not sampling.repetition_penalty > 0:
+            raise InvalidPlanError(f"sequence {new.sequence_id} has no repetition penalty above 0")
         if sampling.grammar and self._states is None:
             raise InvalidPlanError(f"sequence {new.sequence_id} has a grammar, and none can be kept to here")
         columns = self._columns

@@ -178,3 +178,9 @@ def test_logprobs_stay_those_of_the_model() -> None:
 def test_a_bias_outside_the_vocabulary_is_refused() -> None:
     with pytest.raises(InvalidPlanError, match="sequence 0 has a bias for a token outside the vocabulary"):
         table_of((Sampling(logit_bias=((VOCAB_SIZE, 1.0),)), PROMPT, 0))
+
+
+def test_a_repetition_penalty_that_is_none_is_refused() -> None:
+    """A message that leaves it out says 0."""
+    with pytest.raises(InvalidPlanError, match="sequence 0 has no repetition penalty above 0"):
+        table_of((Sampling(repetition_penalty=0.0), PROMPT, 0))
