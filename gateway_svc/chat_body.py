@@ -41,7 +41,7 @@ class AssistantToolCall(Strict):
 
 class _Message(Strict):
     name: str | None = None
-    """Of the speaker; no template that is served shows it to the model."""
+    """Of the speaker. Not shown to the model; a tool's turn is given the name of the function that was called."""
 
 
 class SystemMessage(_Message):

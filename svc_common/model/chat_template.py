@@ -1,6 +1,6 @@
 """A conversation as the model's own chat template writes it, tools and their calls included; used by the tokenizer."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -110,9 +110,10 @@ def _is_text_of(text: str, backend: Any, turns: Sequence[Turn], tools: Sequence[
 
 
 def _apply(backend: Any, turns: Sequence[Turn], tools: Sequence[Tool]) -> str:
+    called = {call.id: call.name for turn in turns for call in turn.tool_calls}
     try:
         text: str = backend.apply_chat_template(
-            [_turn_values(turn) for turn in turns],
+            [_turn_values(turn, called) for turn in turns],
             tools=[_tool_values(tool) for tool in tools] or None,
             tokenize=False,
             add_generation_prompt=True,
@@ -122,8 +123,11 @@ def _apply(backend: Any, turns: Sequence[Turn], tools: Sequence[Tool]) -> str:
     return text
 
 
-def _turn_values(turn: Turn) -> dict[str, Any]:
-    """As transformers documents them. Absent fields stay away: templates ask whether a turn has tool calls."""
+def _turn_values(turn: Turn, called: Mapping[str, str]) -> dict[str, Any]:
+    """As transformers documents them. Absent fields stay away: templates ask whether a turn has tool calls.
+
+    `called`: names of functions by the calls' ids; some templates want that of a result's.
+    """
     values: dict[str, Any] = {"role": turn.role, "content": turn.content}
     if turn.tool_calls:
         values["tool_calls"] = [
@@ -132,6 +136,8 @@ def _turn_values(turn: Turn) -> dict[str, Any]:
         ]
     if turn.tool_call_id:
         values["tool_call_id"] = turn.tool_call_id
+        if turn.tool_call_id in called:
+            values["name"] = called[turn.tool_call_id]
     return values
 
 

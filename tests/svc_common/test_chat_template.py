@@ -20,7 +20,7 @@ from svc_common.model.tokenizer import Tokenizer
 HERMES = (
     "{% if tools %}[tools]{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
     "<tool_call>{...}</tool_call>{% endif %}"
-    "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.role == 'tool' %} of {{ m.name }}{% endif %}"
     "{% if m.tool_calls %}{% for c in m.tool_calls %}<tool_call>{{ c.function.arguments | tojson }}</tool_call>"
     "{% endfor %}{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
@@ -52,7 +52,7 @@ def test_tools_calls_and_results_are_rendered() -> None:
     function = '{"name": "add", "description": "Adds.", "parameters": {"type": "object"}}'
     assert text == (
         f'[tools]{{"type": "function", "function": {function}}}<tool_call>{{...}}</tool_call>'
-        '[user]Add[assistant]<tool_call>{"a": 1}</tool_call>[tool]3[assistant]'
+        '[user]Add[assistant]<tool_call>{"a": 1}</tool_call>[tool]3 of add[assistant]'
     )
     call = '{"id": "call-1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}'
     assert render(backend(MISTRAL), CONVERSATION, [ADD]) == f"Add[TOOL_CALLS][{call}]3call-11"
