@@ -133,6 +133,8 @@ def _complaint(item: ErrorDetails, data: bytes) -> ApiError:
             return invalid(param, "is not supported", "unknown_parameter")
         case "missing" | "union_tag_not_found":
             return invalid(param, "is required", "missing_required_parameter")
+        case "too_short":
+            return invalid(param, f"must have at least {item['ctx']['min_length']} item")
         case "value_error":  # One of ours.
             return invalid(param, item["msg"].removeprefix("Value error, "))
         case _:

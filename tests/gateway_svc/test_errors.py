@@ -167,7 +167,7 @@ async def test_another_model(openai: AsyncOpenAI) -> None:
 
 BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "no messages": ({}, "messages", "is required"),
-    "empty messages": ({"messages": []}, "messages", "at least 1 item"),
+    "empty messages": ({"messages": []}, "messages", "messages: must have at least 1 item"),
     "unknown field": ({"messages": HI, "reasoning_effort": "low"}, "reasoning_effort", "is not supported"),
     "unknown inner field": ({"messages": HI, "stream_options": {"x": 1}}, "stream_options.x", "is not supported"),
     "unknown in message": ({"messages": [{**HI[0], "audio": {}}]}, "messages[0].audio", "is not supported"),
