@@ -5,12 +5,12 @@
 
 VENV := .venv
 BIN := $(VENV)/bin
-PACKAGES := neoflex svc_common planner_svc gpu_svc cpu_attn_svc
+PACKAGES := neoflex svc_common planner_svc gpu_svc cpu_attn_svc gateway_svc
 SOURCES := $(PACKAGES) tests benchmarks
 BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints.txt \
 	$(shell find proto svc_common cpu_attn_svc \( -name '*.proto' -o -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt \) 2>/dev/null)
 
-.PHONY: help demo test lint types imports protos format model unit integration clients bench-serve bench-kernel sanitize cross bench-hop bench-overlap bench-executor bench-planner bench-planner-full bench-baselines bench-estimate bench-realtime clean
+.PHONY: help demo test lint types imports protos format model unit integration clients bench-serve bench-kernel sanitize cross bench-hop bench-overlap bench-executor bench-sampling bench-planner bench-planner-full bench-baselines bench-estimate bench-realtime bench-gateway clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 
@@ -61,6 +61,9 @@ format: $(VENV)/.dev ## Rewrite the source in the project's style
 bench-executor: $(VENV)/.dev ## What Python and launches cost per layer
 	$(BIN)/python benchmarks/executor.py
 
+bench-sampling: $(VENV)/.dev model ## What sampling and structured output cost of an iteration
+	$(BIN)/python benchmarks/sampling.py
+
 bench-serve: $(VENV)/.dev model ## Throughput and latency, beside transformers
 	$(BIN)/python benchmarks/serve.py
 
@@ -87,6 +90,9 @@ bench-estimate: $(VENV)/.dev model ## Predicted against measured iteration time 
 
 bench-realtime: $(VENV)/.dev model ## The simulator against the real stack in real time
 	$(BIN)/python benchmarks/realtime.py
+
+bench-gateway: $(VENV)/.dev model ## The same load by gRPC and by HTTP
+	$(BIN)/python benchmarks/gateway.py
 
 clean: ## Remove what was built
 	rm -rf build $(VENV) neoflex/v1 $(addsuffix /*.so,svc_common/tensor_plane svc_common/cpu_kernels cpu_attn_svc)

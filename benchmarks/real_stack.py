@@ -25,10 +25,12 @@ def running(
     model: str = "smollm2-135m-instruct",
     device: str = "auto",
     dtype: str = "auto",
+    gateway: bool = False,
 ) -> Iterator[LocalStack]:
-    """Ready to serve. `num_kv_tokens`: what all requests need together; `gpu_share` of it lies on the "GPU".
+    """Ready to serve, with `gateway` by HTTP on a free port, too.
 
-    `longest_tokens`: most of one request. In mode "gpu_only" there is no host tier, and all of it is there.
+    `num_kv_tokens`: what all requests need together; `gpu_share` of it lies on the "GPU". `longest_tokens`: most of one
+    request. In mode "gpu_only" there is no host tier, and all of it is there.
     """
     kv_bytes = num_kv_tokens * read_spec(resolve(model)).kv_bytes_per_token(4)
     alone = mode == "gpu_only"
@@ -43,6 +45,7 @@ def running(
                 "kv_bytes": kv_bytes if alone else int(kv_bytes * gpu_share),
             },
             "cpu_attn": {"kv_bytes": 0 if alone else kv_bytes},
+            **({"gateway": {"listen": "127.0.0.1:0"}} if gateway else {}),
         },
         "benchmark",
     )

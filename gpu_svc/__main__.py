@@ -7,8 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from llguidance import LLTokenizer
 
 from gpu_svc.executor import Executor
+from gpu_svc.grammars import Grammars
 from gpu_svc.kv_cache import KvShape
 from gpu_svc.servicer import ExecutorServicer
 from gpu_svc.table_cache import TableCache, digest, processor_name
@@ -21,8 +23,9 @@ from svc_common.decoder.dtypes import DTYPES, KV_DTYPES, choose_compute_dtype, d
 from svc_common.decoder.load import load_decoder
 from svc_common.grpc_server import GrpcServer, ListenError, configure_logging, until_stop_signal
 from svc_common.memory import check_fits_memory, usable_memory_bytes
-from svc_common.model.spec import UnsupportedModelError
-from svc_common.model.store import ModelNotFoundError, default_cache_dir, resolve
+from svc_common.model.spec import ModelSpec, UnsupportedModelError
+from svc_common.model.store import ModelFiles, ModelNotFoundError, default_cache_dir, resolve
+from svc_common.model.tokenizer import tokenizer_json
 
 _GRACE_S = 5.0
 
@@ -100,7 +103,7 @@ def make_executor(config: Config) -> Executor:
     host_dtype = None if config.kv.host_dtype == "auto" else KV_DTYPES[config.kv.host_dtype]
     shape = KvShape.of(spec, config.kv.block_tokens, kv_dtype, host_dtype)
     check_kv_sizes(config, shape.block_bytes, shape.host_block_bytes, _memory_bytes(device))
-    executor = Executor(decoder, shape, config.gpu.kv_bytes, table_cache(config))
+    executor = Executor(decoder, shape, config.gpu.kv_bytes, table_cache(config), make_grammars(files, spec))
     logger.info(
         "%s (%s) on %s with %d threads: %s, KV %s, on the host %s; weights %d bytes; GPU KV %d blocks of %d bytes "
         "in %d",
@@ -117,6 +120,15 @@ def make_executor(config: Config) -> Executor:
         config.gpu.kv_bytes,
     )
     return executor
+
+
+def make_grammars(files: ModelFiles, spec: ModelSpec) -> Grammars:
+    """For answers that have to match one. The tokenizer is read when the first is wanted."""
+
+    def load_tokenizer() -> LLTokenizer:
+        return LLTokenizer(tokenizer_json(files), eos_token=list(spec.eos_token_ids))
+
+    return Grammars(load_tokenizer, spec.eos_token_ids)
 
 
 def table_cache(config: Config) -> TableCache | None:
@@ -152,6 +164,8 @@ async def _serve(config: Config, executor: Executor) -> None:
         logger.info("stopping")
         await server.stop(_GRACE_S)
         thread.submit(executor.close_epoch).result()
+        if executor.grammars:
+            executor.grammars.close()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Runs one plan start to end: state changes, swaps, layers, sampling. Holds all that an epoch's end drops."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -9,17 +9,28 @@ import torch
 from gpu_svc.attention import make_backend
 from gpu_svc.batch import Batch, BatchBuilder
 from gpu_svc.cohort import CohortSteps
+from gpu_svc.grammars import Grammars
 from gpu_svc.host_tier import HostTier
 from gpu_svc.kv_cache import GpuKvCache
 from gpu_svc.kv_layout import KvBlocks
 from gpu_svc.limits import InvalidPlanError, Limits
 from gpu_svc.pipeline import Stage, outputs, run_beside_cohort, run_layers
 from gpu_svc.profiler import Profiler
+from gpu_svc.prompt_logprobs import prompt_logprobs
 from gpu_svc.recorder import NullRecorder
 from gpu_svc.sampling import sample
 from gpu_svc.sequences import Moves, SequenceTable
 from svc_common.decoder.decoder import Decoder
-from svc_common.plan import CohortStep, IterationPlan, IterationResult, PoolWork, SubBatch, Timings, TokenLogprobs
+from svc_common.plan import (
+    CohortStep,
+    IterationPlan,
+    IterationResult,
+    PoolWork,
+    PromptLogprobs,
+    SubBatch,
+    Timings,
+    TokenLogprobs,
+)
 from svc_common.tensor_plane import PeerLostError, Report
 from svc_common.trace import COHORT, TraceKind
 
@@ -39,10 +50,30 @@ class CohortPart:
         return range(self.step.start_layer, self.step.start_layer + self.step.num_layers)
 
 
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What an iteration drew; meanings as in IterationResult."""
+
+    tokens: tuple[tuple[int, int], ...] = ()
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    grammar_failures: dict[int, str] = field(default_factory=dict)
+    head_ns: int = 0
+    """Of the output head and of sampling."""
+
+
 class Epoch:
     """Sequences and caches from one OpenEpoch to the next. Not usable after `run` has raised."""
 
-    def __init__(self, number: int, limits: Limits, decoder: Decoder, cache: GpuKvCache, host: HostTier | None) -> None:
+    def __init__(
+        self,
+        number: int,
+        limits: Limits,
+        decoder: Decoder,
+        cache: GpuKvCache,
+        host: HostTier | None,
+        grammars: Grammars | None = None,
+    ) -> None:
+        """Without `grammars` no sequence may have one."""
         self.number = number
         self.last_iteration = 0
         self.cache = cache
@@ -51,7 +82,9 @@ class Epoch:
         self._decoder = decoder
         shape = cache.shape
         host_pools = host.pool_blocks if host else ()
-        self.table = SequenceTable(limits, shape.block_tokens, cache.num_blocks, host_pools, decoder.spec.vocab_size)
+        self.table = SequenceTable(
+            limits, shape.block_tokens, cache.num_blocks, host_pools, decoder.spec.vocab_size, grammars
+        )
         self._backend = make_backend(decoder.spec, shape, decoder.dtype, decoder.device)
         self._builder = BatchBuilder(self.table, self._backend, shape, decoder.device)
         self._cohort_steps = CohortSteps(self.table, decoder.spec.num_layers)
@@ -90,7 +123,10 @@ class Epoch:
         cpu_wait_ns = self.host.wait_ns - waited_before_ns if self.host else 0
         for sub_batch in plan.sub_batches:
             self.table.advance(sub_batch)
-        tokens, logprobs, head_ns = self._sample(stages)
+        start_ns = time.perf_counter_ns()
+        prompt_parts = self._prompt_logprobs(plan, stages)
+        prompt_logprobs_ns = time.perf_counter_ns() - start_ns if prompt_parts else 0
+        sampled = self._sample(stages)
         recorder.mark(TraceKind.HEAD)
         self.last_iteration = plan.iteration
         done = [stage.batch for stage in stages]
@@ -98,13 +134,16 @@ class Epoch:
         return IterationResult(
             epoch=plan.epoch,
             iteration=plan.iteration,
-            tokens=tokens,
-            logprobs=logprobs,
+            tokens=sampled.tokens,
+            logprobs=sampled.logprobs,
+            prompt_logprobs=prompt_parts,
+            grammar_failures=sampled.grammar_failures,
             timings=Timings(
                 cpu_wait_ns=cpu_wait_ns,
                 cpu_attention_ns=sum([report.compute_ns for report in reports.values()]),
                 swap_ns=swap_ns,
-                head_ns=head_ns,
+                head_ns=sampled.head_ns,
+                prompt_logprobs_ns=prompt_logprobs_ns,
             ),
             swapped_out_bytes=len(moves.to_host) * block_bytes
             + sum(batch.host_chunk_tokens for batch in done) * token_bytes,
@@ -177,18 +216,29 @@ class Epoch:
         recorder.mark(TraceKind.REPORT)
         return stages, reports
 
-    def _sample(self, stages: list[Stage]) -> tuple[tuple[tuple[int, int], ...], dict[int, TokenLogprobs], int]:
-        """Tokens by sequence id, log-probabilities, and nanoseconds of head and sampling."""
+    def _prompt_logprobs(self, plan: IterationPlan, stages: list[Stage]) -> tuple[tuple[int, PromptLogprobs], ...]:
+        return tuple(
+            part
+            for stage in stages
+            if stage.batch.chunks
+            for part in prompt_logprobs(plan.sub_batches[stage.batch.index], stage.hidden, self.table, self._decoder)
+        )
+
+    def _sample(self, stages: list[Stage]) -> Sampled:
+        """One token for each row of output."""
         start_ns = time.perf_counter_ns()
         slots = np.concatenate([np.zeros(0, np.int64), *(stage.batch.output_slots for stage in stages)])
         if not len(slots):
-            return (), {}, 0
+            return Sampled()
         logits = self._decoder.logits(outputs(stages))
-        tokens, logprobs = sample(logits, self.table.sampling_rows(slots))
+        sampling = self.table.sampling
+        tokens, logprobs = sample(logits, sampling.rows(slots), sampling.changes(slots))
+        failures = sampling.failures(slots)
         self.table.take_tokens(slots, tokens)
-        ids = self.table.sequence_ids[slots].tolist()
-        return (
-            tuple(zip(ids, tokens.tolist(), strict=True)),
-            {ids[row.row]: TokenLogprobs(row.chosen, row.top) for row in logprobs},
+        ids = self.table.sequence_ids
+        return Sampled(
+            tuple(zip(ids[slots].tolist(), tokens.tolist(), strict=True)),
+            {int(ids[slots[row.row]]): TokenLogprobs(row.chosen, row.top) for row in logprobs},
+            {int(ids[slot]): error for slot, error in failures.items()},
             time.perf_counter_ns() - start_ns,
         )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gpu_svc.epoch import Epoch
+from gpu_svc.grammars import Grammars
 from gpu_svc.host_tier import HostTier
 from gpu_svc.kv_cache import GpuKvCache, KvShape
 from gpu_svc.limits import InvalidPlanError, Limits
@@ -45,11 +46,19 @@ class Executor:
     """
 
     def __init__(
-        self, decoder: Decoder, kv_shape: KvShape, gpu_kv_bytes: int, table_cache: "TableCache | None" = None
+        self,
+        decoder: Decoder,
+        kv_shape: KvShape,
+        gpu_kv_bytes: int,
+        table_cache: "TableCache | None" = None,
+        grammars: Grammars | None = None,
     ) -> None:
-        """`gpu_kv_bytes` caps the GPU's KV cache. Without `table_cache` operations are measured each time."""
+        """`gpu_kv_bytes` caps the GPU's KV cache. Without `table_cache` operations are measured each time, without
+        `grammars` no sequence may have one.
+        """
         self.decoder = decoder
         self.kv_shape = kv_shape
+        self.grammars = grammars
         self.weight_bytes = decoder.weight_bytes
         self.last_epoch = 0
         self._gpu_kv_cap_bytes = gpu_kv_bytes
@@ -73,7 +82,7 @@ class Executor:
         """Starts afresh, with `host` attached where there is one."""
         self.close_epoch()  # Both caches at once would exceed the cap.
         cache = GpuKvCache(self.kv_shape, self._gpu_kv_cap_bytes, self.decoder.device)
-        self._epoch = Epoch(number, limits, self.decoder, cache, host)
+        self._epoch = Epoch(number, limits, self.decoder, cache, host, self.grammars)
         self.last_epoch = number
         self._last_end_ns = time.perf_counter_ns()
 

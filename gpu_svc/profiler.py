@@ -250,7 +250,7 @@ class Profiler:
             stage = prepare()
             run_layers(stage, None, self.decoder.spec.num_layers)
             slots = stage.batch.output_slots
-            tokens, _ = sample(self.decoder.logits(outputs([stage])), table.sampling_rows(slots))
+            tokens, _ = sample(self.decoder.logits(outputs([stage])), table.sampling.rows(slots))
             table.advance(work)
             table.take_tokens(slots, tokens)
 

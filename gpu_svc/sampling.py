@@ -1,10 +1,12 @@
-"""Turns logits into tokens for a whole batch at once: temperature, top-k, top-p, min-p, then one draw each.
+"""Turns logits into tokens for a whole batch at once: changes of single logits, temperature, top-k, top-p, min-p, then
+one draw each.
 
 Each filter becomes a threshold on the scaled logit, and the draw walks the surviving tokens in vocabulary order.
 So a row's token depends on its own logits, parameters, seed and draw number only: not on its neighbours, and not on
 how a sort orders equal logits.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,17 +48,39 @@ class RowLogprobs:
     top: tuple[tuple[int, float], ...]
 
 
-def sample(logits: Tensor, rows: SamplingRows) -> tuple[NDArray[np.int64], tuple[RowLogprobs, ...]]:
-    """logits [n, vocab_size], fp32 -> token ids [n], and log-probabilities of the rows that want them."""
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Something that changes logits before temperature and filters: penalties, say, or a grammar's mask."""
+
+    rows: NDArray[np.int64]
+    """[m]: the rows that change."""
+    apply_: Callable[[Tensor], None]
+    """Takes all logits [n, vocab_size], fp32, dense, and changes these rows in place."""
+
+
+def sample(
+    logits: Tensor, rows: SamplingRows, changes: Sequence[Change] = ()
+) -> tuple[NDArray[np.int64], tuple[RowLogprobs, ...]]:
+    """logits [n, vocab_size], fp32 -> token ids [n], and log-probabilities of the rows that want them.
+
+    Changes `logits` in place where there are `changes`; log-probabilities are of the logits as they were.
+    """
     maxima, tokens = _best(logits)
     if not bool(torch.isfinite(maxima).all()):
         bad = torch.nonzero(~torch.isfinite(maxima)).flatten().tolist()
         raise NonFiniteLogitsError(f"logits of rows {bad} are not finite")
+    wanting = np.flatnonzero(rows.num_logprobs >= 0)
+    raw = logits[torch.from_numpy(wanting).to(logits.device)] if len(wanting) else None
+    if changes:
+        changed = np.unique(np.concatenate([change.rows for change in changes]))
+        for change in changes:
+            change.apply_(logits)
+        index = torch.from_numpy(changed).to(logits.device)
+        maxima[index], tokens[changed] = _best(logits[index])
     drawn = np.flatnonzero(rows.temperature > 0)
     if len(drawn):
         tokens[drawn] = _draw(logits, maxima, rows, drawn)
-    wanting = np.flatnonzero(rows.num_logprobs >= 0)
-    return tokens, _logprobs(logits, tokens, rows, wanting) if len(wanting) else ()
+    return tokens, () if raw is None else _logprobs(raw, tokens, rows, wanting)
 
 
 def _best(logits: Tensor) -> tuple[Tensor, NDArray[np.int64]]:
@@ -155,13 +179,12 @@ def _search(
 
 
 def _logprobs(
-    logits: Tensor, tokens: NDArray[np.int64], rows: SamplingRows, wanting: NDArray[np.int64]
+    raw: Tensor, tokens: NDArray[np.int64], rows: SamplingRows, wanting: NDArray[np.int64]
 ) -> tuple[RowLogprobs, ...]:
-    """Of the model's own distribution, before temperature and filters."""
-    index = torch.from_numpy(wanting).to(logits.device)
-    logprobs = torch.log_softmax(logits[index], dim=-1)
-    chosen = logprobs.gather(1, torch.from_numpy(tokens[wanting]).to(logits.device)[:, None])[:, 0].tolist()
-    counts = np.minimum(rows.num_logprobs[wanting], logits.shape[1])
+    """Of the model's own distribution, whose logits for the rows `wanting` are raw [len(wanting), vocab_size]."""
+    logprobs = torch.log_softmax(raw, dim=-1)
+    chosen = logprobs.gather(1, torch.from_numpy(tokens[wanting]).to(raw.device)[:, None])[:, 0].tolist()
+    counts = np.minimum(rows.num_logprobs[wanting], raw.shape[1])
     values, ids = (part.tolist() for part in torch.topk(logprobs, int(counts.max()), dim=-1))
     return tuple(
         RowLogprobs(int(row), chosen[i], tuple(zip(ids[i][: counts[i]], values[i][: counts[i]], strict=True)))

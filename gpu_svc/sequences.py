@@ -10,9 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpu_svc.block_ownership import BlockOwnership
+from gpu_svc.grammars import Grammars
 from gpu_svc.kv_swap import BlockMoves
 from gpu_svc.limits import Int32Array, InvalidPlanError, Limits, check_mode
-from gpu_svc.sampling import SamplingRows
+from gpu_svc.sampling_table import SamplingTable
 from svc_common.plan import IterationPlan, NewBlocks, NewSequence, PrefillChunk, SubBatch, Swap, Tier
 
 Slots = NDArray[np.int64]
@@ -34,8 +35,9 @@ class SequenceTable:
         num_gpu_blocks: int,
         host_pools: Iterable[int],
         vocab_size: int,
+        grammars: Grammars | None = None,
     ) -> None:
-        """`host_pools`: blocks of each."""
+        """`host_pools`: blocks of each. Without `grammars` no sequence may have one."""
         size = limits.max_sequences
         self._limits = limits
         self._block_tokens = block_tokens
@@ -63,15 +65,9 @@ class SequenceTable:
         self.num_blocks = np.zeros(size, np.int64)
         self.block_tables = np.zeros((size, 16), np.int32)
         """Owned blocks in order; grows wider as sequences do."""
-        self._sampling = SamplingRows(
-            temperature=np.zeros(size, np.float32),
-            top_k=np.zeros(size, np.int32),
-            top_p=np.ones(size, np.float32),
-            min_p=np.zeros(size, np.float32),
-            seed=np.zeros(size, np.uint64),
-            draw=np.zeros(size, np.int64),
-            num_logprobs=np.full(size, -1, np.int32),
-        )
+        self.answer_at = np.zeros(size, np.int64)
+        """Where the answer begins: the prompt as the caller gave it ends here."""
+        self.sampling = SamplingTable(size, vocab_size, grammars)
 
     # --- differences
 
@@ -102,6 +98,7 @@ class SequenceTable:
         del self.slot_of[sequence_id]
         self._release_blocks(slot)
         self.prompts[slot] = np.zeros(0, np.int32)
+        self.sampling.release(slot)
         self._free_slots.append(slot)
 
     def _insert(self, new: NewSequence) -> None:
@@ -127,6 +124,8 @@ class SequenceTable:
             raise InvalidPlanError(
                 f"sequence {new.sequence_id}: {num_cached} tokens cached in {len(new.blocks)} blocks"
             )
+        if not 0 <= new.num_generated_tokens < len(new.token_ids):
+            raise InvalidPlanError(f"sequence {new.sequence_id} has no prompt before what was generated")
         slot = self._free_slots.pop()
         self.slot_of[new.sequence_id] = slot
         self.sequence_ids[slot] = new.sequence_id
@@ -135,14 +134,8 @@ class SequenceTable:
         self.computed_tokens[slot] = num_cached
         self.tier[slot] = new.tier.value
         self.num_blocks[slot] = 0
-        sampling = self._sampling
-        sampling.temperature[slot] = new.sampling.temperature
-        sampling.top_k[slot] = new.sampling.top_k
-        sampling.top_p[slot] = new.sampling.top_p
-        sampling.min_p[slot] = new.sampling.min_p
-        sampling.seed[slot] = new.sampling.seed
-        sampling.draw[slot] = new.num_generated_tokens
-        sampling.num_logprobs[slot] = new.sampling.num_logprobs
+        self.answer_at[slot] = len(token_ids) - new.num_generated_tokens
+        self.sampling.insert(slot, new, token_ids)
         self._add_blocks(slot, new.sequence_id, np.array(new.blocks, np.int32), num_shared)
 
     def _append_blocks(self, more: NewBlocks) -> None:
@@ -291,15 +284,10 @@ class SequenceTable:
             self.computed_tokens[self.slot_of[chunk.sequence_id]] += chunk.num_tokens
         self.computed_tokens[self.slots(sub_batch.gpu_decodes + sub_batch.cpu_decodes)] += 1
 
-    def sampling_rows(self, slots: Slots) -> SamplingRows:
-        """How the next token of each of these sequences is drawn."""
-        table = self._sampling
-        return SamplingRows(*(getattr(table, name)[slots] for name in SamplingRows.__dataclass_fields__))
-
     def take_tokens(self, slots: Slots, tokens: NDArray[np.int64]) -> None:
         """Keeps sampled tokens as the next inputs."""
         self.last_token[slots] = tokens
-        self._sampling.draw[slots] += 1
+        self.sampling.take_tokens(slots, tokens)
 
 
 def _joined(moved: list[tuple[Int32Array, ...]]) -> BlockMoves:

@@ -13,6 +13,7 @@ import grpc
 
 from gpu_svc.cpu_attention_client import attach_host_tier, region_shape
 from gpu_svc.executor import Executor
+from gpu_svc.grammars import GrammarError
 from gpu_svc.host_tier import HostTier
 from gpu_svc.limits import InvalidPlanError, Limits
 from gpu_svc.wire import plan_from_pb, result_to_pb, status_to_pb, tables_to_pb
@@ -127,6 +128,15 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         except InvalidPlanError as error:
             return self._executor.fail(message.epoch, message.iteration, ExecutionError.INVALID_PLAN, str(error))
         return self._executor.run(plan, received_ns)
+
+    async def CompileGrammar(self, request: pb.CompileGrammarRequest, context: Context) -> pb.CompileGrammarResponse:
+        if self._executor.grammars is None or not self._executor.grammars.end_token_ids:
+            return pb.CompileGrammarResponse(error="the model has no end token, by which an answer could end")
+        try:
+            await asyncio.wrap_future(self._executor.grammars.compile(request.grammar))
+        except GrammarError as error:
+            return pb.CompileGrammarResponse(error=str(error))
+        return pb.CompileGrammarResponse()
 
     async def GetExecutorStatus(
         self, request: pb.GetExecutorStatusRequest, context: Context

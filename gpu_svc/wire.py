@@ -73,10 +73,22 @@ def _new_sequence(new: pb.NewSequence) -> NewSequence:
             min_p=sampling.min_p,
             seed=sampling.seed,
             num_logprobs=sampling.num_logprobs,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            repetition_penalty=sampling.repetition_penalty,
+            logit_bias=_logit_bias(sampling),
+            grammar=sampling.grammar,
+            num_prompt_logprobs=sampling.num_prompt_logprobs,
         ),
         num_generated_tokens=new.num_generated_tokens,
         num_cached_tokens=new.num_cached_tokens,
     )
+
+
+def _logit_bias(sampling: pb.SequenceSampling) -> tuple[tuple[int, float], ...]:
+    if len(sampling.biased_token_ids) != len(sampling.biases):
+        raise InvalidPlanError("not as many biases as biased tokens")
+    return tuple(zip(sampling.biased_token_ids, sampling.biases, strict=True))
 
 
 def _sub_batch(sub_batch: pb.SubBatch) -> SubBatch:
@@ -113,6 +125,20 @@ def result_to_pb(result: IterationResult) -> pb.IterationResult:
             )
             for sequence_id, row in result.logprobs.items()
         ],
+        prompt_logprobs=[
+            pb.PromptLogprobs(
+                sequence_id=sequence_id,
+                start=part.start,
+                chosen=part.chosen,
+                top_token_ids=part.top_token_ids,
+                top_logprobs=part.top_logprobs,
+            )
+            for sequence_id, part in result.prompt_logprobs
+        ],
+        grammar_failures=[
+            pb.GrammarFailure(sequence_id=sequence_id, message=message)
+            for sequence_id, message in result.grammar_failures.items()
+        ],
         timings=pb.IterationTimings(
             total_ns=timings.total_ns,
             cpu_wait_ns=timings.cpu_wait_ns,
@@ -120,6 +146,7 @@ def result_to_pb(result: IterationResult) -> pb.IterationResult:
             swap_ns=timings.swap_ns,
             head_ns=timings.head_ns,
             idle_ns=timings.idle_ns,
+            prompt_logprobs_ns=timings.prompt_logprobs_ns,
         ),
         swapped_out_bytes=result.swapped_out_bytes,
         swapped_in_bytes=result.swapped_in_bytes,

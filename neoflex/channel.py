@@ -14,7 +14,8 @@ CHANNEL_OPTIONS = [
     ("grpc.http2.max_pings_without_data", 0),  # No limit.
     # A server that starts up is found soon after it listens.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # The time that a connection may take to come about, in spite of its name: a busy machine needs more than 100 ms.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 ]
 READY_POLL_S = 0.1

@@ -7,13 +7,14 @@ import socket
 from pathlib import Path
 from types import NoneType
 
-from svc_common.config import MAX_PORT, Config
+from svc_common.config import MAX_PORT, Config, GatewayConfig
 
+_CONNECT_S = 1.0
 _MAX_SOCKET_PATH_BYTES = 107  # sun_path of unix(7), less the final zero.
 
 
 class AddressInUseError(Exception):
-    """The planner cannot listen where it should, mostly because somebody else already does."""
+    """A service cannot listen where it should, mostly because somebody else already does."""
 
 
 def cpu_attn_suffix(config: Config, index: int) -> str:
@@ -28,9 +29,10 @@ def socket_fits(config: Config, directory: Path) -> bool:
 
 
 def place(config: Config, socket_dir: Path) -> Config:
-    """Puts the inner services on private Unix sockets, and the planner on a free port where the port is 0.
+    """Puts the inner services on private Unix sockets, and planner and gateway on a free port where the port is 0.
 
-    An inner address that the configuration names itself is kept. Raises AddressInUseError.
+    An inner address that the configuration names itself is kept. So is the gateway's; where it names none, a free port
+    stands in for one that is taken. Raises AddressInUseError.
     """
     gpu = config.gpu
     if "listen" not in gpu.model_fields_set:
@@ -43,12 +45,26 @@ def place(config: Config, socket_dir: Path) -> Config:
         )
         for index, service in enumerate(config.cpu_attn)
     )
-    planner = config.planner.model_copy(update={"listen": _bindable(config.planner.listen)})
-    return config.model_copy(update={"planner": planner, "gpu": gpu, "cpu_attn": cpu_attn})
+    planner = config.planner.model_copy(update={"listen": _bindable(config.planner.listen, "--port 0")})
+    gateway = _placed_gateway(config.gateway) if config.gateway else None
+    return config.model_copy(update={"planner": planner, "gpu": gpu, "cpu_attn": cpu_attn, "gateway": gateway})
 
 
-def _bindable(listen: str) -> str:
-    """The address with a real port. Tried out here: a foreign server must not be taken for ours once it answers."""
+def _placed_gateway(gateway: GatewayConfig) -> GatewayConfig:
+    try:
+        listen = _bindable(gateway.listen, "--http 127.0.0.1:0")
+    except AddressInUseError:
+        if "listen" in gateway.model_fields_set:
+            raise
+        listen = _bindable(f"{gateway.listen.rpartition(':')[0]}:0", "")
+    return gateway.model_copy(update={"listen": listen})
+
+
+def _bindable(listen: str, free: str) -> str:
+    """The address with a real port. Tried out here: a foreign server must not be taken for ours once it answers.
+
+    `free`: the option by which `neoflex up` takes a free port.
+    """
     if listen.startswith("unix:"):
         return listen
     host, _, port = listen.rpartition(":")
@@ -60,16 +76,33 @@ def _bindable(listen: str) -> str:
             probe.bind((bare_host, int(port)))
         except OSError as error:
             # The number in front of the words tells a user nothing.
-            raise AddressInUseError(f"cannot listen on {listen}: {error.strerror or error}{_advice(error)}") from error
+            raise AddressInUseError(
+                f"cannot listen on {listen}: {error.strerror or error}{_advice(error, free)}"
+            ) from error
         except (OverflowError, ValueError) as error:
             raise AddressInUseError(f"cannot listen on {listen}: the port must be from 0 to {MAX_PORT}") from error
         return f"{host}:{probe.getsockname()[1]}"
 
 
-def _advice(error: OSError) -> str:
+def _advice(error: OSError, free: str) -> str:
     if error.errno in (errno.EADDRINUSE, errno.EACCES):
-        return "; choose another port, or a free one with: neoflex up --port 0"
+        return f"; choose another port, or a free one with: neoflex up {free}"
     return ""
+
+
+def accepts(listen: str) -> bool:
+    """Whether somebody accepts connections there now."""
+    try:
+        if listen.startswith("unix:"):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                probe.settimeout(_CONNECT_S)
+                probe.connect(listen.removeprefix("unix:"))
+        else:
+            host, _, port = listen.rpartition(":")
+            socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def to_toml(config: Config) -> str:
@@ -101,4 +134,6 @@ def _toml_value(value: object) -> str:
         return "true" if value else "false"
     if isinstance(value, int | float):
         return str(int(value) if isinstance(value, int) else value)  # ByteSize is an int that prints as itself.
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml_value, value))}]"
     raise TypeError(f"no TOML for {value!r}")

@@ -20,13 +20,14 @@ from typing import Self
 
 from neoflex.client import Client
 from neoflex.logs import last_lines
-from neoflex.placement import AddressInUseError, cpu_attn_suffix, place, socket_fits, to_toml
+from neoflex.placement import AddressInUseError, accepts, cpu_attn_suffix, place, socket_fits, to_toml
 from neoflex.processes import EventSink, RestartPolicy, ServiceCommand, SupervisedProcess
 from neoflex.types import ModelInfo, ServerInfo
 from svc_common.config import Config
 
 PLANNER = "planner_svc"
 _CPU_ATTN = "cpu_attn_svc"
+GATEWAY = "gateway_svc"
 REQUESTS_END_S = 30.0
 """So long the planner lets running requests go on: its own DRAIN_GRACE_S, which no import reaches from here."""
 DRAIN_S = REQUESTS_END_S + 10.0
@@ -41,9 +42,10 @@ class StackError(Exception):
 
 
 class LocalStack:
-    """planner_svc, gpu_svc and each cpu_attn_svc: none where the only one's kv_bytes is 0.
+    """planner_svc, gpu_svc, each cpu_attn_svc, none where the only one's kv_bytes is 0, and gateway_svc where the
+    configuration has it.
 
-    Of several the first is named cpu_attn_svc-0.
+    Of several cpu_attn_svc the first is named cpu_attn_svc-0.
 
     `run_dir` is created with mode 0700 and holds config.toml, a log file per service and the inner sockets; one stack
     at a time may use it. The children die with this process, however it ends. Until the stack was ready once, a child
@@ -77,6 +79,14 @@ class LocalStack:
         return self.config.planner.listen
 
     @property
+    def http_url(self) -> str | None:
+        """Where the gateway answers; None without one. Of a Unix socket, its address."""
+        if self.config.gateway is None:
+            return None
+        listen = self.config.gateway.listen
+        return listen if listen.startswith("unix:") else f"http://{listen}"
+
+    @property
     def pids(self) -> dict[str, int]:
         """Of the children that run now, by service."""
         return {name: pid for name, process in self._children.items() if (pid := process.pid) is not None}
@@ -86,7 +96,7 @@ class LocalStack:
         return {name: self.run_dir / f"{name}.log" for name in self._services()}
 
     def start(self) -> None:
-        """Starts all services. Raises StackError where the run directory or the planner's address can't be had."""
+        """Starts all services. Raises StackError where the run directory or an address can't be had."""
         self._lock_run_dir()
         try:
             self.config = place(self.config, self._sockets())
@@ -110,6 +120,8 @@ class LocalStack:
         """Whether requests are answered now. Raises StackError where a service is gone for good."""
         self.check()
         if self._client is None or not self._client.is_ready():
+            return False
+        if self.config.gateway is not None and not accepts(self.config.gateway.listen):
             return False
         for process in self._children.values():
             process.allow_restarts()
@@ -138,12 +150,12 @@ class LocalStack:
             return client.model_info()
 
     def stop(self, drain_s: float = DRAIN_S) -> None:
-        """Lets running requests end, then ends the services: the planner first, for it drains. Never raises."""
+        """Lets running requests end, then ends the services: planner and gateway first, which drain. Never raises."""
         for process in self._children.values():
             process.forbid_restarts()
-        planner = [process for name, process in self._children.items() if name == PLANNER]
-        workers = [process for name, process in self._children.items() if name != PLANNER]
-        _end(planner, drain_s)
+        doors = [process for name, process in self._children.items() if name in (PLANNER, GATEWAY)]
+        workers = [process for name, process in self._children.items() if name not in (PLANNER, GATEWAY)]
+        _end(doors, drain_s)
         _end(workers, _EXIT_S)
         self._children.clear()
         self._release()
@@ -170,7 +182,8 @@ class LocalStack:
             )
             for index in range(num_hosts)
         }
-        return {**hosts, "gpu_svc": ("gpu_svc", ()), PLANNER: (PLANNER, ())}
+        gateway = {GATEWAY: (GATEWAY, ())} if self.config.gateway else {}
+        return {**hosts, "gpu_svc": ("gpu_svc", ()), PLANNER: (PLANNER, ()), **gateway}
 
     def _tail(self, name: str) -> str:
         return "\n".join(f"{name} | {line}" for line in last_lines(self.log_paths[name], _SHOWN_LOG_LINES))

@@ -41,6 +41,24 @@ class GenerateOptions(TypedDict, total=False):
     top_p: float
     min_p: float
     seed: int
+    presence_penalty: float
+    """Taken from the logits of tokens that the answer contains."""
+    frequency_penalty: float
+    """The same, for each time that it contains them."""
+    repetition_penalty: float
+    """Divides the logits of tokens that prompt or answer contain; 1 changes nothing."""
+    logit_bias: Mapping[int, float]
+    """Added to logits, by token id."""
+    json_schema: str | Mapping[str, object] | bool
+    """The answer is a JSON value that it describes. At most one of this and the next four."""
+    json_object: bool
+    """The answer is any JSON object."""
+    regex: str
+    """The whole answer matches it."""
+    ebnf: str
+    """The answer is of this grammar, in GBNF, with a rule named "root"."""
+    choice: Sequence[str]
+    """The answer is one of these texts."""
     stop: str | Sequence[str]
     stop_token_ids: Sequence[int]
     ignore_eos: bool
@@ -50,6 +68,8 @@ class GenerateOptions(TypedDict, total=False):
     """KV is shared only with requests that have the same; "" is one, too."""
     logprobs: int
     """0 for the chosen token only, n for the n likeliest too."""
+    prompt_logprobs: int
+    """The same for the prompt's tokens."""
     service_class: str
     """One of the server's (`ServerInfo.service_classes`)."""
     ttft_s: float
@@ -107,6 +127,8 @@ class Delta:
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[PositionLogprobs, ...] = ()
+    prompt_logprobs: tuple[PositionLogprobs, ...] = ()
+    """All in the first delta with a token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +141,8 @@ class Completion:
     logprobs: tuple[PositionLogprobs, ...]
     finish: Finish
     usage: Usage
+    prompt_logprobs: tuple[PositionLogprobs, ...] = ()
+    """One for each token of the prompt but the first, where asked for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """Converts between the client library's values and protobuf; shared by the sync and the asyncio client."""
 
+import json
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
@@ -29,6 +30,17 @@ from neoflex.types import (
 from neoflex.v1 import inference_pb2 as pb
 
 _OPTIONS = frozenset(GenerateOptions.__annotations__)
+_SAMPLING_OPTIONS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+_CONSTRAINTS = ("json_schema", "json_object", "regex", "ebnf", "choice")
 _FINISH_REASONS = {
     pb.FINISH_REASON_STOP: FinishReason.STOP,
     pb.FINISH_REASON_LENGTH: FinishReason.LENGTH,
@@ -55,11 +67,14 @@ def generate_request(prompt: str | None, options: GenerateOptions) -> pb.Generat
         request.token_ids.ids.extend(token_ids)
     elif messages is not None:
         request.chat.CopyFrom(chat(messages))
-    for name in ("temperature", "top_k", "top_p", "min_p", "seed"):
+    for name in _SAMPLING_OPTIONS:
         _set_if_given(request.sampling, name, options.get(name))
+    _set_logit_bias(request.sampling, options.get("logit_bias", {}))
+    _set_constraint(request, options)
     _set_if_given(request.stopping, "max_tokens", options.get("max_tokens"))
     _set_stopping(request.stopping, options)
     _set_if_given(request.output, "logprobs", options.get("logprobs"))
+    _set_if_given(request.output, "prompt_logprobs", options.get("prompt_logprobs"))
     for name in ("service_class", "cache_salt"):
         _set_if_given(request, name, options.get(name))
     _set_targets(request, options)
@@ -73,6 +88,28 @@ def _set_if_given(group: PbMessage, name: str, value: object) -> None:
             setattr(group, name, value)
         except (ValueError, TypeError) as error:
             raise ValueError(f"{name}: {error}") from error
+
+
+def _set_logit_bias(sampling: pb.SamplingOptions, biases: Mapping[int, float]) -> None:
+    for token_id, bias in biases.items():
+        try:
+            sampling.logit_bias[token_id] = bias
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"logit_bias: {error}") from error
+
+
+def _set_constraint(request: pb.GenerateRequest, options: GenerateOptions) -> None:
+    given = [name for name in _CONSTRAINTS if name in options]
+    if len(given) > 1:
+        raise ValueError(f"give at most one of: {', '.join(given)}")
+    if "json_schema" in options:
+        schema = options["json_schema"]
+        request.constraint.json_schema = schema if isinstance(schema, str) else json.dumps(schema)
+    elif "choice" in options:
+        request.constraint.choice.SetInParent()
+        request.constraint.choice.texts.extend(options["choice"])
+    elif given:
+        _set_if_given(request.constraint, given[0], options.get(given[0]))
 
 
 def _set_stopping(stopping: pb.StoppingOptions, options: GenerateOptions) -> None:
@@ -118,11 +155,17 @@ def completion(response: pb.GenerateResponse) -> Completion:
         logprobs=_logprobs(response.logprobs),
         finish=finish(response.finish),
         usage=usage(response.usage),
+        prompt_logprobs=_logprobs(response.prompt_logprobs),
     )
 
 
 def delta(message: pb.GenerationDelta) -> Delta:
-    return Delta(message.text, tuple(message.token_ids), _logprobs(message.logprobs))
+    return Delta(
+        message.text,
+        tuple(message.token_ids),
+        _logprobs(message.logprobs),
+        _logprobs(message.prompt_logprobs),
+    )
 
 
 def finish(message: pb.Finish) -> Finish:

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import sys
 from importlib import metadata
+from pathlib import Path
 
 from planner_svc.requests import Limits
 from planner_svc.server import PlannerServer
@@ -11,10 +12,11 @@ from planner_svc.servicer import ServedModel
 from svc_common import config as configuration
 from svc_common.config import Config, ConfigError
 from svc_common.grpc_server import ListenError, configure_logging, until_stop_signal
+from svc_common.model.chat_template import ChatTemplateError
 from svc_common.model.read_spec import read_spec
 from svc_common.model.spec import ModelSpec, UnsupportedModelError
 from svc_common.model.store import ModelFiles, ModelNotFoundError, resolve
-from svc_common.model.tokenizer import load_tokenizer
+from svc_common.model.tokenizer import Tokenizer, load_tokenizer
 
 SERVICE = "planner_svc"
 DRAIN_GRACE_S = 30.0
@@ -34,6 +36,8 @@ def describe(config: Config, files: ModelFiles, spec: ModelSpec) -> ServedModel:
             f"is {max_sequence_tokens}"
         )
     tokenizer = load_tokenizer(files)
+    if config.model.chat_template is not None:
+        tokenizer = _with_template(tokenizer, config.model.chat_template)
     longest = max(1, tokenizer.longest_token_bytes)
     return ServedModel(
         name=config.model.name or files.name,
@@ -49,6 +53,14 @@ def describe(config: Config, files: ModelFiles, spec: ModelSpec) -> ServedModel:
         block_tokens=config.kv.block_tokens,
         version=_version(),
     )
+
+
+def _with_template(tokenizer: Tokenizer, path: Path) -> Tokenizer:
+    """Raises ConfigError."""
+    try:
+        return tokenizer.with_chat_template(path.read_text())
+    except (OSError, UnicodeDecodeError, ChatTemplateError) as error:
+        raise ConfigError(f"model.chat_template: {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _version() -> str:

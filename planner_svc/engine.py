@@ -27,7 +27,7 @@ from planner_svc.scheduler import (
 )
 from planner_svc.scheduler import Counters as SchedulerCounters
 from planner_svc.scheduler.admission import fits, largest_tier_tokens
-from svc_common.errors import ServiceError, already_exists, unavailable
+from svc_common.errors import ServiceError, already_exists, invalid_argument, unavailable
 from svc_common.model.tokenizer import Tokenizer
 from svc_common.plan import IterationPlan, IterationResult
 
@@ -196,6 +196,12 @@ class Engine:
         assert self._scheduler is not None
         self._last_progress_s = time.monotonic()
         self.counters.add(result)
+        for sequence_id, part in result.prompt_logprobs:
+            if generation := self._by_sequence.get(sequence_id):
+                generation.push_prompt(part)
+        for sequence_id, message in result.grammar_failures.items():
+            if generation := self._by_sequence.get(sequence_id):
+                self._fail(generation, invalid_argument("request.constraint", message, "CONSTRAINT_FAILED"))
         tokens = self._scheduler.apply(result, self._last_progress_s).tokens
         for token in tokens:
             if token.finish:  # The scheduler forgets it with the next plan.

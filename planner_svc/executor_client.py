@@ -23,6 +23,8 @@ _PROFILE_S = 900.0
 _OPEN_S = 180.0
 """A host pool of hundreds of GiB takes minutes to reserve."""
 _PROBE_S = 1.0
+_COMPILE_S = 60.0
+"""The first grammar waits until the tokenizer is read."""
 
 
 class ExecutorLostError(Exception):
@@ -128,6 +130,14 @@ class ExecutorClient:
             pools=tuple(HostPool(pool.num_blocks, pool.num_threads, pool.error) for pool in opened.host_pools),
         )
         return placement, wire.tables_from_message(opened.tables) if opened.HasField("tables") else None
+
+    async def compile_grammar(self, grammar: str) -> str:
+        """Has gpu_svc make a grammar ready; returns why it can't be kept to, or nothing."""
+        request = executor_pb2.CompileGrammarRequest(grammar=grammar)
+        try:
+            return str((await self._stub.CompileGrammar(request, timeout=_COMPILE_S)).error)
+        except grpc.aio.AioRpcError as error:
+            raise _lost(error) from error
 
     def execute(self) -> "PlanStream":
         """A stream for the plans of one epoch."""

@@ -9,7 +9,7 @@ from planner_svc.scheduler import History, ServiceClass, Targets
 from planner_svc.text import AnswerText
 from svc_common.errors import ServiceError
 from svc_common.model.tokenizer import Tokenizer
-from svc_common.plan import Sampling, TokenLogprobs
+from svc_common.plan import PromptLogprobs, Sampling, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,8 @@ class Delta:
     token_ids: tuple[int, ...]
     positions: tuple[Position, ...]
     """One per token, where log-probabilities were asked for."""
+    prompt_positions: tuple[Position, ...] = ()
+    """One for each token of the prompt but the first, where asked for; with the first token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,8 @@ class Generation:
         self._text: list[str] = []
         self._token_ids: list[int] = []
         self._positions: list[Position] = []
+        self._prompt_positions: list[Position] = []
+        self._num_prompt_positions = 0
         self._num_tokens = 0
         self._first_token_ns = 0
         self._last_token_ns = 0
@@ -109,6 +113,13 @@ class Generation:
             self._text.append(self._answer.push(token_id))
         self._changed.set()
         return self._answer.matched
+
+    def push_prompt(self, part: PromptLogprobs) -> None:
+        """Takes log-probabilities of the prompt; those that came before a recomputation come again, and are dropped."""
+        prompt = self.request.prompt
+        for index in range(1 + self._num_prompt_positions - part.start, len(part)):
+            self._prompt_positions.append(Position(prompt[part.start + index], part.position(index)))
+            self._num_prompt_positions += 1
 
     def finish(self, reason: EndReason, matched: str | int | None, history: History, now_ns: int) -> None:
         """Ends it well; text that was held back goes out unless it is the stop text."""
@@ -175,7 +186,11 @@ class Generation:
         return self._outcome
 
     def _take(self) -> Delta:
-        delta = Delta("".join(self._text), tuple(self._token_ids), tuple(self._positions))
+        # The last of them comes with the first token.
+        prompt_positions = tuple(self._prompt_positions) if self._token_ids else ()
+        delta = Delta("".join(self._text), tuple(self._token_ids), tuple(self._positions), prompt_positions)
+        if prompt_positions:
+            self._prompt_positions.clear()
         self._text.clear()
         self._token_ids.clear()
         self._positions.clear()

@@ -11,6 +11,8 @@ from planner_svc.executor_client import Placement
 from planner_svc.generation import Delta, EndReason, Finished, Position
 from planner_svc.scheduler import Counters as SchedulerCounters
 from planner_svc.scheduler import Targets
+from svc_common.model.chat_template import ToolCallFormat
+from svc_common.model.tokenizer import Tokenizer
 
 _REASONS = {
     EndReason.END_TOKEN: pb.FINISH_REASON_STOP,
@@ -20,9 +22,30 @@ _REASONS = {
     EndReason.ABORT: pb.FINISH_REASON_ABORT,
 }
 
+_TOOL_CALL_FORMATS = {
+    None: pb.TOOL_CALL_FORMAT_UNSPECIFIED,
+    ToolCallFormat.HERMES: pb.TOOL_CALL_FORMAT_HERMES,
+    ToolCallFormat.LLAMA_JSON: pb.TOOL_CALL_FORMAT_LLAMA_JSON,
+    ToolCallFormat.MISTRAL: pb.TOOL_CALL_FORMAT_MISTRAL,
+}
+
+
+def tool_call_format_value(call_format: ToolCallFormat | None) -> pb.ToolCallFormat:
+    return _TOOL_CALL_FORMATS[call_format]
+
+
+def token_message(tokenizer: Tokenizer, token_id: int) -> pb.TokenText:
+    text = tokenizer.token_bytes(token_id)
+    return pb.TokenText(text=text) if text else pb.TokenText(special=tokenizer.token_name(token_id))
+
 
 def delta_message(delta: Delta) -> pb.GenerationDelta:
-    return pb.GenerationDelta(text=delta.text, token_ids=delta.token_ids, logprobs=position_messages(delta.positions))
+    return pb.GenerationDelta(
+        text=delta.text,
+        token_ids=delta.token_ids,
+        logprobs=position_messages(delta.positions),
+        prompt_logprobs=position_messages(delta.prompt_positions),
+    )
 
 
 def position_messages(positions: Iterable[Position]) -> list[pb.PositionLogprobs]:

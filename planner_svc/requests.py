@@ -3,32 +3,34 @@
 Limits are those that proto/neoflex/v1/inference.proto states. All violations of a request are reported at once.
 """
 
-import secrets
 import uuid
 from dataclasses import dataclass
 
 from neoflex.v1 import inference_pb2 as pb
+from planner_svc import chat
 from planner_svc.classes import ServiceClasses
+from planner_svc.constraints import Constraint
 from planner_svc.durations import seconds_of
 from planner_svc.refusals import too_long
 from planner_svc.request_class import parse_class
+from planner_svc.request_sampling import check_sampling, resolve_sampling
 from planner_svc.scheduler import ServiceClass, Targets
 from planner_svc.violations import Violations
 from svc_common.errors import invalid_argument
+from svc_common.model.chat_template import Tool, Turn
 from svc_common.plan import Sampling
 
 MAX_REQUEST_ID_CHARACTERS = 128
 MAX_CACHE_SALT_CHARACTERS = 128
-MAX_TEMPERATURE = 100.0
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_STOP_TOKENS = 64
 MAX_LOGPROBS = 20
+MAX_CONSTRAINT_BYTES = 2**18
+MAX_CHOICES = 1024
 DEFAULT_MAX_TOKENS = 1024
 MAX_DETOKENIZE_TOKENS = 2**20
 _MAX_TIME_LIMIT_S = 315_576_000_000  # What google.protobuf.Duration allows.
-_GREEDY_BELOW = 1e-4
-"""Temperatures under this divide logits to infinity in 16 bits, while the draw has long been certain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +45,8 @@ class TokenPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    messages: tuple[tuple[str, str], ...]
-    """(role, content)"""
+    turns: tuple[Turn, ...]
+    tools: tuple[Tool, ...] = ()
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt
@@ -79,6 +81,8 @@ class GenerationOptions:
     """The request's own, completed by its class's."""
     cache_salt: str | None
     """None: its KV is shared with no other request."""
+    constraint: Constraint | None
+    """Not yet turned into sampling.grammar."""
 
 
 def parse_generation(
@@ -96,13 +100,11 @@ def parse_generation(
         "request.cache_salt",
         f"must be at most {MAX_CACHE_SALT_CHARACTERS} characters, is {len(message.cache_salt)}",
     )
-    _check_sampling(message.sampling, bad)
+    check_sampling(message.sampling, limits.vocab_size, bad)
     _check_stopping(message.stopping, limits, bad)
-    logprobs = message.output.logprobs if message.output.HasField("logprobs") else -1
-    if message.output.HasField("logprobs"):
-        bad.require(
-            0 <= logprobs <= MAX_LOGPROBS, "request.output.logprobs", f"must be in [0, {MAX_LOGPROBS}], is {logprobs}"
-        )
+    constraint = _constraint(message, bad)
+    logprobs = _num_logprobs(message.output, "logprobs", bad)
+    prompt_logprobs = _num_logprobs(message.output, "prompt_logprobs", bad)
     service_class, targets = parse_class(message, classes, bad)
     prompt = _prompt(message, "request.", limits, bad)
     bad.raise_any()
@@ -110,7 +112,7 @@ def parse_generation(
     stopping = message.stopping
     return prompt, GenerationOptions(
         request_id=message.request_id or uuid.uuid4().hex,
-        sampling=_resolve_sampling(message.sampling, logprobs),
+        sampling=resolve_sampling(message.sampling, logprobs, prompt_logprobs),
         max_tokens=stopping.max_tokens if stopping.HasField("max_tokens") else None,
         stops=tuple(stopping.stop),
         stop_token_ids=frozenset(stopping.stop_token_ids),
@@ -118,7 +120,9 @@ def parse_generation(
         time_limit_s=seconds_of(stopping.time_limit) if stopping.HasField("time_limit") else None,
         service_class=service_class,
         targets=targets,
-        cache_salt=message.cache_salt if limits.shares_prefixes else None,
+        # Who wants log-probabilities of its prompt needs all of it computed.
+        cache_salt=message.cache_salt if limits.shares_prefixes and prompt_logprobs < 0 else None,
+        constraint=constraint,
     )
 
 
@@ -201,31 +205,51 @@ def check_vocabulary(field: str, token_ids: tuple[int, ...], limits: Limits) -> 
         )
 
 
-def _check_sampling(options: pb.SamplingOptions, bad: Violations) -> None:
-    """Comparisons with NaN are false, so NaN is refused by each of these."""
-    if options.HasField("temperature"):
-        value = options.temperature
-        bad.require(
-            0 <= value <= MAX_TEMPERATURE,
-            "request.sampling.temperature",
-            f"must be in [0, {MAX_TEMPERATURE:g}], is {value:g}",
-        )
-    bad.require(options.top_k >= 0, "request.sampling.top_k", f"must be at least 0, is {options.top_k}")
-    if options.HasField("top_p"):
-        bad.require(0 < options.top_p <= 1, "request.sampling.top_p", f"must be in (0, 1], is {options.top_p:g}")
-    bad.require(0 <= options.min_p <= 1, "request.sampling.min_p", f"must be in [0, 1], is {options.min_p:g}")
+def _num_logprobs(output: pb.OutputOptions, name: str, bad: Violations) -> int:
+    """-1 for none."""
+    if not output.HasField(name):
+        return -1
+    value: int = getattr(output, name)
+    bad.require(0 <= value <= MAX_LOGPROBS, f"request.output.{name}", f"must be in [0, {MAX_LOGPROBS}], is {value}")
+    return value
 
 
-def _resolve_sampling(options: pb.SamplingOptions, num_logprobs: int) -> Sampling:
-    temperature = options.temperature if options.HasField("temperature") else 1.0
-    return Sampling(
-        temperature=temperature if temperature >= _GREEDY_BELOW else 0.0,
-        top_k=options.top_k,
-        top_p=options.top_p if options.HasField("top_p") else 1.0,
-        min_p=options.min_p,
-        seed=options.seed if options.HasField("seed") else secrets.randbits(64),
-        num_logprobs=num_logprobs,
+def _constraint(message: pb.GenerateRequest, bad: Violations) -> Constraint | None:
+    """What its form alone tells; whether it can be kept to is found out later."""
+    if not message.HasField("constraint"):
+        return None
+    constraint, kind = message.constraint, message.constraint.WhichOneof("kind")
+    bad.require(
+        kind is not None,
+        "request.constraint",
+        "exactly one of json_schema, json_object, regex, ebnf or choice is required",
     )
+    bad.require(
+        not message.stopping.ignore_eos,
+        "request.stopping.ignore_eos",
+        "must not be set with a constraint, whose end is an end token",
+    )
+    num_bytes = constraint.ByteSize()
+    bad.require(
+        num_bytes <= MAX_CONSTRAINT_BYTES,
+        f"request.constraint.{kind}",
+        f"must be at most {MAX_CONSTRAINT_BYTES} bytes, is {num_bytes}",
+    )
+    if kind == "json_object":
+        bad.require(constraint.json_object, "request.constraint.json_object", "must be true, or absent")
+        return Constraint(kind)
+    if kind == "choice":
+        texts = tuple(constraint.choice.texts)
+        field = "request.constraint.choice.texts"
+        bad.require(1 <= len(texts) <= MAX_CHOICES, field, f"must be of 1 to {MAX_CHOICES} texts, is of {len(texts)}")
+        for index, text in enumerate(texts):
+            bad.require(bool(text), f"{field}[{index}]", "must not be empty")
+        return Constraint(kind, choices=texts)
+    if kind is None:
+        return None
+    text = getattr(constraint, kind)
+    bad.require(bool(text), f"request.constraint.{kind}", "must not be empty")
+    return Constraint(kind, text)
 
 
 def _check_stopping(options: pb.StoppingOptions, limits: Limits, bad: Violations) -> None:
@@ -276,11 +300,10 @@ def _prompt(
         _check_text_bytes(len(message.text.encode()), f"{prefix}text", limits, bad)
         return TextPrompt(message.text)
     if kind == "chat":
-        messages = tuple((turn.role, turn.content) for turn in message.chat.messages)
-        bad.require(bool(messages), f"{prefix}chat.messages", "at least one is required")
-        num_bytes = sum(len(role.encode()) + len(content.encode()) for role, content in messages)
-        _check_text_bytes(num_bytes, f"{prefix}chat.messages", limits, bad)
-        return ChatPrompt(messages)
+        bad.require(bool(message.chat.messages), f"{prefix}chat.messages", "at least one is required")
+        _check_text_bytes(chat.text_bytes(message.chat), f"{prefix}chat.messages", limits, bad)
+        turns = chat.parse_turns(message.chat, f"{prefix}chat.", bad)
+        return ChatPrompt(turns, chat.parse_tools(message.chat, f"{prefix}chat.", bad))
     if kind == "token_ids" and isinstance(message, pb.GenerateRequest):
         field = f"{prefix}token_ids.ids"
         num_tokens = len(message.token_ids.ids)

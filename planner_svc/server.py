@@ -49,7 +49,9 @@ class PlannerServer:
             self._engine, self._executor, watches, limits, model.block_tokens, make_estimator, traces
         )
         self._server = GrpcServer(planner.listen, [SERVICE_NAME, _TRACE_SERVICE_NAME])
-        servicer = InferenceServicer(model, self._engine, classes, lambda: self._loop.placement)
+        servicer = InferenceServicer(
+            model, self._engine, classes, lambda: self._loop.placement, self._executor.compile_grammar
+        )
         self._server.register(inference_pb2_grpc.add_InferenceServiceServicer_to_server, servicer)
         self._server.register(trace_pb2_grpc.add_TraceServiceServicer_to_server, TraceServicer(traces))
         self._tasks: list[asyncio.Task[None]] = []

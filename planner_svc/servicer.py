@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -12,13 +12,15 @@ from neoflex.v1 import inference_pb2 as pb
 from neoflex.v1 import inference_pb2_grpc
 from planner_svc import messages, requests
 from planner_svc.classes import ServiceClasses
+from planner_svc.constraints import Constraint, ConstraintError, grammar_of
 from planner_svc.engine import Engine
-from planner_svc.executor_client import Placement
+from planner_svc.executor_client import ExecutorLostError, Placement
 from planner_svc.generation import Generation, GenerationRequest
 from planner_svc.requests import ChatPrompt, GenerationOptions, Limits, Prompt, TextPrompt
 from svc_common.errors import ServiceError, invalid_argument, unavailable
+from svc_common.model.chat_template import ChatTemplateError, ToolsUnknownError
 from svc_common.model.spec import ModelSpec
-from svc_common.model.tokenizer import ChatTemplateError, Tokenizer
+from svc_common.model.tokenizer import Tokenizer
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -45,12 +47,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         engine: Engine,
         classes: ServiceClasses,
         placement: Callable[[], Placement | None],
+        compile_grammar: Callable[[str], Awaitable[str]],
     ) -> None:
-        """`placement` returns that of the current epoch, None before the first."""
+        """`placement` returns that of the current epoch, None before the first. `compile_grammar` has the executor make
+        a grammar ready and returns why it can't, or nothing; it raises ExecutorLostError.
+        """
         self._model = model
         self._engine = engine
         self._classes = classes
         self._placement = placement
+        self._compile_grammar = compile_grammar
         self._started_s = time.monotonic()
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
@@ -63,6 +69,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             logprobs=messages.position_messages(whole.positions),
             finish=messages.finish_message(generation.finished),
             usage=messages.usage_message(generation.finished),
+            prompt_logprobs=messages.position_messages(whole.prompt_positions),
         )
 
     async def GenerateStream(
@@ -91,7 +98,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         token_ids = requests.parse_detokenize(request, self._model.limits)
-        return pb.DetokenizeResponse(text=await asyncio.to_thread(self._model.tokenizer.decode, token_ids))
+        tokenizer = self._model.tokenizer
+        return pb.DetokenizeResponse(
+            text=await asyncio.to_thread(tokenizer.decode, token_ids),
+            tokens=[messages.token_message(tokenizer, token_id) for token_id in token_ids]
+            if request.with_tokens
+            else (),
+        )
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:
         placement = self._placement()
@@ -108,6 +121,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             compute_dtype=placement.compute_dtype,
             kv_dtype=placement.kv_dtype,
             host_kv_dtype=placement.host_kv_dtype,
+            tool_call_format=messages.tool_call_format_value(self._model.tokenizer.tool_call_format),
         )
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.GetServerInfoResponse:
@@ -142,7 +156,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             prompt, options = requests.parse_generation(message, self._model.limits, self._classes)
             self._engine.check_open(options.request_id)
             tokens = await self._tokens_of(prompt, prefix="request.")
-            request = self._resolve(prompt, tokens, options, arrival_ns)
+            grammar = await self._grammar_of(options.constraint) if options.constraint else ""
+            request = self._resolve(prompt, tokens, options, grammar, arrival_ns)
             generation = self._engine.submit(request, f"request.{requests.prompt_field(prompt)}")
         except ServiceError:
             self._engine.counters.refused_requests += 1
@@ -160,9 +175,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         match prompt:
             case TextPrompt(text):
                 tokens = tuple(await asyncio.to_thread(tokenizer.encode, text))
-            case ChatPrompt(turns):
+            case ChatPrompt(turns, tools):
                 try:
-                    tokens = tuple(await asyncio.to_thread(tokenizer.encode_chat, turns))
+                    tokens = tuple(await asyncio.to_thread(tokenizer.encode_chat, turns, tools))
+                except ToolsUnknownError as error:
+                    raise invalid_argument(f"{prefix}chat.tools", str(error), "TOOLS_UNKNOWN") from error
                 except ChatTemplateError as error:
                     raise invalid_argument(field, str(error), "CHAT_TEMPLATE") from error
             case _:
@@ -170,8 +187,22 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         requests.check_vocabulary(field, tokens, self._model.limits)
         return tokens
 
+    async def _grammar_of(self, constraint: Constraint) -> str:
+        """What the executor has ready by now, so that no iteration waits for it. Raises ServiceError."""
+        field = f"request.constraint.{constraint.kind}"
+        try:
+            grammar = await asyncio.to_thread(grammar_of, constraint)
+            error = await self._compile_grammar(grammar)
+        except ConstraintError as refusal:
+            raise invalid_argument(field, str(refusal), "CONSTRAINT_UNSUPPORTED") from refusal
+        except ExecutorLostError as lost:
+            raise unavailable("EXECUTOR_LOST", "the executor was lost; it is awaited", 1.0) from lost
+        if error:
+            raise invalid_argument(field, error, "CONSTRAINT_UNSUPPORTED")
+        return grammar
+
     def _resolve(
-        self, prompt: Prompt, tokens: tuple[int, ...], options: GenerationOptions, arrival_ns: int
+        self, prompt: Prompt, tokens: tuple[int, ...], options: GenerationOptions, grammar: str, arrival_ns: int
     ) -> GenerationRequest:
         end_token_ids = options.stop_token_ids
         if not options.ignore_eos:
@@ -179,7 +210,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         return GenerationRequest(
             request_id=options.request_id,
             prompt=tokens,
-            sampling=options.sampling,
+            sampling=replace(options.sampling, grammar=grammar),
             max_tokens=requests.resolve_max_tokens(
                 prompt, len(tokens), options.max_tokens, self._model.limits, self._engine.room_tokens
             ),

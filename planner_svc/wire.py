@@ -12,6 +12,7 @@ from svc_common.plan import (
     Mode,
     NewSequence,
     PoolWork,
+    PromptLogprobs,
     Sampling,
     SubBatch,
     Tier,
@@ -73,6 +74,13 @@ def _sampling(sampling: Sampling) -> pb.SequenceSampling:
         min_p=sampling.min_p,
         seed=sampling.seed,
         num_logprobs=sampling.num_logprobs,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        biased_token_ids=[token_id for token_id, _ in sampling.logit_bias],
+        biases=[bias for _, bias in sampling.logit_bias],
+        grammar=sampling.grammar,
+        num_prompt_logprobs=sampling.num_prompt_logprobs,
     )
 
 
@@ -102,6 +110,8 @@ def result_from_message(message: pb.IterationResult) -> IterationResult:
             item.sequence_id: TokenLogprobs(item.chosen, tuple(zip(item.top_token_ids, item.top_logprobs, strict=True)))
             for item in message.logprobs
         },
+        prompt_logprobs=tuple((item.sequence_id, _prompt_logprobs(item)) for item in message.prompt_logprobs),
+        grammar_failures={item.sequence_id: item.message for item in message.grammar_failures},
         timings=Timings(
             total_ns=timings.total_ns,
             cpu_wait_ns=timings.cpu_wait_ns,
@@ -109,6 +119,7 @@ def result_from_message(message: pb.IterationResult) -> IterationResult:
             swap_ns=timings.swap_ns,
             head_ns=timings.head_ns,
             idle_ns=timings.idle_ns,
+            prompt_logprobs_ns=timings.prompt_logprobs_ns,
         ),
         swapped_out_bytes=message.swapped_out_bytes,
         swapped_in_bytes=message.swapped_in_bytes,
@@ -126,6 +137,16 @@ def _error(value: int) -> ExecutionError | None:
         return None
     # A newer executor's word for a failure is still a failure: no token of the result may be used.
     return _ERRORS.get(value, ExecutionError.DEVICE)
+
+
+def _prompt_logprobs(message: pb.PromptLogprobs) -> PromptLogprobs:
+    """Raises ValueError where not every position has as many of the likeliest."""
+    num_positions, num_top = len(message.chosen), len(message.top_token_ids)
+    if num_positions == 0 or num_top % num_positions or num_top != len(message.top_logprobs):
+        raise ValueError(f"{num_positions} positions of a prompt with {num_top} of their likeliest tokens")
+    return PromptLogprobs(
+        message.start, tuple(message.chosen), tuple(message.top_token_ids), tuple(message.top_logprobs)
+    )
 
 
 def tables_from_message(message: pb.OperationTables) -> OperationTables:

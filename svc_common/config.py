@@ -71,6 +71,8 @@ class ModelConfig(Section):
     """Built-in name, directory of safetensors, GGUF file, or hub id."""
     name: str = ""
     """Name in answers; default: the source's last part."""
+    chat_template: Path | None = None
+    """File of a Jinja template by which conversations are written, in place of the model's own."""
 
 
 class KvConfig(Section):
@@ -204,6 +206,26 @@ class CpuAttnConfig(Section):
         return self
 
 
+_MAX_BODY_BYTES = 48 * 2**20
+"""Leaves room in the planner's largest message for what JSON writes shorter than protobuf."""
+
+
+class GatewayConfig(Section):
+    """gateway_svc: the OpenAI-compatible HTTP face. [gateway] starts it beside the other services; `neoflex up` does
+    without being told."""
+
+    listen: Address = "127.0.0.1:8000"
+    """Address of the HTTP service; `host:port` or `unix:path`. Where it is not set and the port is taken, `neoflex up`
+    takes a free one."""
+    api_keys_file: Path | None = None
+    """API keys, one a line, "#" begins a comment; read again when it changes. All but /health then asks for
+    `Authorization: Bearer KEY`. Default: whoever reaches the address may call."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins of web pages that may call, e.g. "https://chat.example.com"; "*" for any. None by default."""
+    max_body_bytes: Annotated[Size, Field(ge=1024, le=_MAX_BODY_BYTES)] = ByteSize(8 * 2**20)
+    """Largest body of a request."""
+
+
 def _listed(value: object) -> object:
     """One table stands for a list of one."""
     return [value] if isinstance(value, dict) else value
@@ -220,6 +242,7 @@ class Config(Section):
         CpuAttnConfig(),
     )
     """One for each service; a single table is a list of one."""
+    gateway: GatewayConfig | None = None
 
     @property
     def cpu_attn_services(self) -> tuple[CpuAttnConfig, ...]:

@@ -38,6 +38,18 @@ class Sampling:
     min_p: float = 0.0
     seed: int = 0
     num_logprobs: int = -1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, bias), each token once."""
+    grammar: str = ""
+    num_prompt_logprobs: int = -1
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether it depends on which tokens came before."""
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +147,30 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Of consecutive tokens of one prompt, as columns: a chunk has thousands."""
+
+    start: int
+    """Place of the first of these tokens in the prompt."""
+    chosen: tuple[float, ...]
+    """Of the prompt's tokens."""
+    top_token_ids: tuple[int, ...]
+    """The likeliest at each position, as many for each."""
+    top_logprobs: tuple[float, ...]
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def position(self, index: int) -> TokenLogprobs:
+        """Of the token at `start` + `index`."""
+        num_top = len(self.top_token_ids) // len(self.chosen)
+        part = slice(index * num_top, (index + 1) * num_top)
+        return TokenLogprobs(
+            self.chosen[index], tuple(zip(self.top_token_ids[part], self.top_logprobs[part], strict=True))
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Timings:
     """Nanoseconds, meanings as in IterationTimings of the proto."""
 
@@ -144,6 +180,7 @@ class Timings:
     swap_ns: int = 0
     head_ns: int = 0
     idle_ns: int = 0
+    prompt_logprobs_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +209,10 @@ class IterationResult:
     """(sequence_id, token_id)"""
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     """By sequence_id, for those that asked."""
+    prompt_logprobs: tuple[tuple[int, PromptLogprobs], ...] = ()
+    """(sequence_id, part), in the plan's order; after a recomputation positions may come again."""
+    grammar_failures: dict[int, str] = field(default_factory=dict)
+    """Why a sequence can't go on in its grammar, by sequence_id: its token is of no use."""
     timings: Timings = Timings()
     swapped_out_bytes: int = 0
     swapped_in_bytes: int = 0

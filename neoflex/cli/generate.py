@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -35,6 +36,20 @@ def generate(
     top_k: Annotated[int | None, typer.Option(help="Keep the K likeliest tokens; 0 keeps all.")] = None,
     min_p: Annotated[float | None, typer.Option(help="Keep tokens at least this share of the likeliest.")] = None,
     seed: Annotated[int | None, typer.Option(help="Makes the answer repeatable.")] = None,
+    presence_penalty: Annotated[
+        float | None, typer.Option(help="Taken from the logits of tokens that the answer contains.")
+    ] = None,
+    frequency_penalty: Annotated[
+        float | None, typer.Option(help="The same, for each time that it contains them.")
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Divides the logits of tokens that prompt or answer contain.")
+    ] = None,
+    json_schema: Annotated[
+        Path | None, typer.Option(help="File with a JSON schema: the answer is a value that it describes.")
+    ] = None,
+    regex: Annotated[str | None, typer.Option(help="Regular expression that the whole answer matches.")] = None,
+    choice: Annotated[list[str] | None, typer.Option(help="A text that the answer may be; repeat for others.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")] = None,
     logprobs: Annotated[int | None, typer.Option(help="Show log-probabilities and the N likeliest tokens.")] = None,
     service_class: Annotated[
@@ -63,6 +78,12 @@ def generate(
         "top_k": top_k,
         "min_p": min_p,
         "seed": seed,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "repetition_penalty": repetition_penalty,
+        "json_schema": _file_text(json_schema, "--json-schema") if json_schema else None,
+        "regex": regex,
+        "choice": choice,
         "stop": stop,
         "logprobs": logprobs,
         "service_class": service_class,
@@ -86,6 +107,13 @@ def _standard_input() -> str:
         return sys.stdin.read()
     except UnicodeDecodeError as error:
         raise typer.BadParameter(f"standard input is no text: {error}", param_hint="PROMPT") from error
+
+
+def _file_text(path: Path, option: str) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"cannot be read: {error}", param_hint=option) from error
 
 
 def _print_json(answer: Completion) -> None:

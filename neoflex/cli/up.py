@@ -1,4 +1,4 @@
-"""`neoflex up`: the three services on this machine, supervised until Ctrl-C."""
+"""`neoflex up`: the services on this machine, supervised until Ctrl-C."""
 
 import shutil
 import signal
@@ -23,6 +23,7 @@ from svc_common.config import (
     Config,
     ConfigError,
     CpuAttnConfig,
+    GatewayConfig,
     GpuConfig,
     KvConfig,
     ModelConfig,
@@ -34,10 +35,12 @@ from svc_common.cores import usable_cores
 from svc_common.model.store import resolve
 
 _POLL_S = 0.1
+_NO_HTTP = "off"
 _NAME_CHARS = len("cpu_attn_svc")
-_COLOURS = {"planner_svc": "cyan", "gpu_svc": "green", "cpu_attn_svc": "yellow"}
+_COLOURS = {"planner_svc": "cyan", "gpu_svc": "green", "cpu_attn_svc": "yellow", "gateway_svc": "magenta"}
 # By what name the user gave the value of a key.
 _TYPED = {
+    ("gateway", "listen"): "--http",
     ("kv", "dtype"): "--kv-dtype",
     ("kv", "host_dtype"): "--host-kv-dtype",
     ("planner", "mode"): "--mode",
@@ -80,6 +83,10 @@ _PORT = typer.Option(
     callback=_check_port,
     show_default=_default(PlannerConfig, "listen").rpartition(":")[2],
 )
+_HTTP = typer.Option(
+    help='Address of the OpenAI-compatible HTTP service, host:port or unix:path; port 0 takes a free one; "off": none.',
+    show_default=f"{_default(GatewayConfig, 'listen')}, or a free port where it is taken",
+)
 _SEQUENCE = typer.Option(help="Tokens of prompt and answer at most.", show_default="the model's context length")
 _SERVICES = typer.Option(
     help="Services of attention on the CPU, say one for each NUMA node; they share out pool and threads.",
@@ -119,6 +126,7 @@ def up(
         int | None, _setting(PlannerConfig, "max_batch_tokens", "Tokens one iteration computes at most.")
     ] = None,
     max_sequence_tokens: Annotated[int | None, _SEQUENCE] = None,
+    http: Annotated[str | None, _HTTP] = None,
     run_dir: Annotated[
         Path | None, typer.Option(help="Where sockets and logs go.", show_default="a temporary one")
     ] = None,
@@ -140,11 +148,12 @@ def up(
         ("cpu_attn", "kv_bytes"): host_kv_bytes,
         ("cpu_attn", "num_threads"): cpu_threads,
         ("cpu_attn", "elastic"): elastic_cpu,
+        ("gateway", "listen"): None if http == _NO_HTTP else http,
     }
     config = effective_config(config_file, options)
     if cpu_attn_services is not None:
         config = divide_cpu_attn(config, cpu_attn_services)
-    config = pin_model(config)
+    config = pin_model(with_gateway(config, http == _NO_HTTP))
     with run_directory(run_dir) as directory:
         stack = LocalStack(config, directory, on_event=lambda line: err.print(line, style="bold", markup=False))
         supervise(stack, quiet)
@@ -206,6 +215,11 @@ def divide_cpu_attn(config: Config, num_services: int) -> Config:
 def _share(total: int, num_shares: int, index: int) -> int:
     """Of so many in all, for each at least one."""
     return max(1, total // num_shares + (index < total % num_shares))
+
+
+def with_gateway(config: Config, off: bool) -> Config:
+    """Unless it is off there is one, also where the file says nothing of it."""
+    return config.model_copy(update={"gateway": None if off else config.gateway or GatewayConfig()})
 
 
 def pin_model(config: Config) -> Config:
@@ -292,5 +306,7 @@ def _print_ready(stack: LocalStack, start_s: float) -> None:
     err.print(f"[bold green]ready[/] on [bold]{stack.address}[/] after {start_s:.1f} s: {stack.config.model.name}")
     err.print(f"  device {info.device}, {kv}, mode {stack.config.planner.mode}")
     explain_device(info.device, indent=2)
+    if stack.http_url:
+        err.print(f"  OpenAI-compatible HTTP: {stack.http_url}", markup=False)
     err.print(f"  logs in {stack.run_dir}", markup=False)
     err.print(f"  try: neoflex generate --address {stack.address} 'Hello!'", markup=False)

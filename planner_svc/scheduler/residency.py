@@ -153,7 +153,7 @@ class Residency:
                 token_ids=tokens,
                 tier=tier,
                 blocks=tuple(sequence.blocks),
-                sampling=sequence.request.sampling,
+                sampling=sequence.remaining_sampling,
                 num_generated_tokens=len(sequence.outputs),
                 num_cached_tokens=sequence.num_computed_tokens,
             )

@@ -1,6 +1,6 @@
 """A request once admitted to the queues: its tokens, where its KV lies, and how far it is scheduled."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from svc_common.plan import Sampling, Tier
@@ -110,6 +110,12 @@ class Sequence:
     def token_ids(self) -> tuple[int, ...]:
         """Prompt and outputs. Whole only while nothing is in flight."""
         return (*self.request.prompt, *self.outputs)
+
+    @property
+    def remaining_sampling(self) -> Sampling:
+        """Without what was delivered with the first token and is wanted once."""
+        sampling = self.request.sampling
+        return replace(sampling, num_prompt_logprobs=-1) if self.outputs else sampling
 
     @property
     def num_tokens(self) -> int:

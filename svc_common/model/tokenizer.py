@@ -5,6 +5,7 @@ stream can be decoded token by token, exactly and at constant cost; it is checke
 """
 
 import codecs
+import copy
 import hashlib
 import json
 import logging
@@ -14,6 +15,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from svc_common.model import chat_template
+from svc_common.model.chat_template import Tool, ToolCallFormat, Turn
 from svc_common.model.spec import UnsupportedModelError
 from svc_common.model.store import ModelFiles, default_cache_dir
 
@@ -21,10 +24,6 @@ _SPACE_MARK = "\u2581"
 _PROBE = "Hello, world: 12 345 words.\n\tnaïve café, 日本語, Привет, 🎉 x"
 
 logger = logging.getLogger(__name__)
-
-
-class ChatTemplateError(Exception):
-    """The model has no chat template, or its template refuses the messages. The text is the template's own."""
 
 
 class Tokenizer:
@@ -50,32 +49,48 @@ class Tokenizer:
         self.eos_token_ids: tuple[int, ...] = () if end is None else (end,)
         self._check()
 
+    def with_chat_template(self, template: str) -> "Tokenizer":
+        """The same with another template, in Jinja. Raises ChatTemplateError where it is none."""
+        backend = copy.copy(self._backend)
+        backend.chat_template = template
+        chat_template.check(backend)
+        changed = copy.copy(self)
+        changed._backend = backend
+        return changed
+
     def encode(self, text: str) -> list[int]:
         """Token ids with the special tokens that the model's tokenizer adds by default."""
         ids: list[int] = self._fast.encode(text).ids
         return ids
 
-    def encode_chat(self, messages: Sequence[tuple[str, str]]) -> list[int]:
-        """Token ids of (role, content) turns, up to where the assistant's answer begins. Raises ChatTemplateError."""
-        if not self._backend.chat_template:
-            raise ChatTemplateError("the model has no chat template; send text or token ids")
-        turns = [{"role": role, "content": content} for role, content in messages]
-        try:
-            text = self._backend.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # A template is the model's own program and may fail in any way.
-            raise ChatTemplateError(f"the model's chat template refuses the messages: {error}") from error
+    def encode_chat(self, turns: Sequence[Turn], tools: Sequence[Tool] = ()) -> list[int]:
+        """Token ids of a conversation, up to where the assistant's answer begins. Raises ChatTemplateError."""
+        text = chat_template.render(self._backend, turns, tools)
         # The template has written the special tokens.
         ids: list[int] = self._fast.encode(text, add_special_tokens=False).ids
         return ids
+
+    @property
+    def tool_call_format(self) -> ToolCallFormat | None:
+        """How the model writes calls of the tools it is shown; None where its template teaches no known format."""
+        return chat_template.tool_call_format(self._backend)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of a whole sequence of tokens, special tokens left out; broken characters become U+FFFD."""
         text = b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
         return text.removeprefix(" ") if self._strips_first_space else text
 
+    def to_json(self) -> str:
+        """In the tokenizers library's own form."""
+        return str(self._fast.to_str())
+
     def token_bytes(self, token_id: int) -> bytes:
         """UTF-8 bytes that a token adds to a text; none for special tokens and ids beyond the tokenizer's."""
         return self._bytes[token_id] if 0 <= token_id < len(self._bytes) else b""
+
+    def token_name(self, token_id: int) -> str:
+        """As the vocabulary writes it: the name of a special token; none beyond the tokenizer's ids."""
+        return self._fast.id_to_token(token_id) or ""
 
     def _token_bytes_table(self) -> list[bytes]:
         """Bytes by token id. Raises UnsupportedModelError where the decoder is of another kind than these two."""
@@ -133,6 +148,18 @@ def load_tokenizer(files: ModelFiles, cache_dir: Path | None = None) -> Tokenize
             logger.warning("the converted tokenizer is not kept, each start converts it anew: %s", error)
             return Tokenizer(converted)
     return Tokenizer(_read(kept))
+
+
+def tokenizer_json(files: ModelFiles, cache_dir: Path | None = None) -> str:
+    """The tokenizer in the tokenizers library's own form; read without transformers where it lies there already.
+
+    Raises UnsupportedModelError.
+    """
+    directory = files.directory
+    if files.gguf is not None:
+        directory = (cache_dir or default_cache_dir()) / "tokenizers" / _fingerprint(files.gguf)
+    path = directory / "tokenizer.json"
+    return path.read_text() if path.is_file() else load_tokenizer(files, cache_dir).to_json()
 
 
 def _read(directory: Path, **source: str) -> Any:

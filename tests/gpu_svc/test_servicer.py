@@ -70,7 +70,7 @@ def plan(epoch: int, iteration: int, *sub_batches: pb.SubBatch, **changes: Any) 
 
 def first_plan(epoch: int, tier: "pb.Tier", blocks: range = range(10)) -> pb.ExecuteRequest:
     new = pb.NewSequence(sequence_id=5, token_ids=PROMPT, tier=tier, blocks=blocks)
-    new.sampling.CopyFrom(pb.SequenceSampling(top_p=1, num_logprobs=1))
+    new.sampling.CopyFrom(pb.SequenceSampling(top_p=1, repetition_penalty=1, num_logprobs=1))
     chunk = pb.PrefillChunk(sequence_id=5, start=0, num_tokens=len(PROMPT))
     return plan(epoch, 1, pb.SubBatch(prefills=[chunk]), new_sequences=[new])
 

@@ -43,11 +43,21 @@ def prompts(tokenizer: Tokenizer) -> list[list[int]]:
 
 
 @pytest.fixture
-def start(request: pytest.FixtureRequest) -> Iterator[StackFactory]:
+def start() -> Iterator[StackFactory]:
     """Starts the three services and waits until they are ready; all are stopped after the test.
 
     Called with sections: `start(gpu={"kv_bytes": "64MiB"}, planner={"mode": "auto"})`. Computes in fp32.
     """
+    yield from _starting()
+
+
+@pytest.fixture(scope="module")
+def start_module() -> Iterator[StackFactory]:
+    """The same for all tests of a module."""
+    yield from _starting()
+
+
+def _starting() -> Iterator[StackFactory]:
     stacks: list[LocalStack] = []
 
     def start_stack(**sections: dict[str, object] | list[dict[str, object]]) -> LocalStack:

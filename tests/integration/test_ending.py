@@ -7,26 +7,13 @@ import time
 from pathlib import Path
 
 import pytest
-from support.executor import cpu_attention_status, executor_status
+from support.blocks import blocks_held
+from support.executor import executor_status
 
 from neoflex import AsyncClient, Client, NeoflexError
 from neoflex.supervisor import LocalStack
 
 MIXED = {"gpu": {"kv_bytes": "8MiB"}, "cpu_attn": {"kv_bytes": "128MiB"}}
-
-
-def blocks_held(stack: LocalStack) -> tuple[int, ...]:
-    """Blocks in use: planner's GPU and host, executor's GPU and host, CPU attention's."""
-    with Client(stack.address) as client:
-        load = client.load()
-    executor = executor_status(stack)
-    return (
-        load.gpu_blocks_used,
-        load.host_blocks_used,
-        executor.gpu_blocks_used,
-        executor.host_blocks_used,
-        cpu_attention_status(stack).blocks_used,
-    )
 
 
 def iterations_until_free(stack: LocalStack) -> int:

@@ -17,10 +17,10 @@ from support.stacks import own_environment
 
 from neoflex.cli import model, up
 from neoflex.cli.output import size
-from neoflex.cli.up import divide_cpu_attn, effective_config, pin_model, run_directory
+from neoflex.cli.up import divide_cpu_attn, effective_config, pin_model, run_directory, with_gateway
 from neoflex.client import Client
 from neoflex.logs import LogFollower
-from svc_common.config import ConfigError
+from svc_common.config import Config, ConfigError, GatewayConfig
 from svc_common.model.store import BUILTIN_MODELS
 
 
@@ -50,6 +50,32 @@ class TestGenerate:
         sampling = request.sampling
         assert (sampling.top_p, sampling.top_k, sampling.min_p, sampling.seed) == (0.5, 3, 0.25, 9)
         assert (request.stopping.max_tokens, list(request.stopping.stop)) == (7, ["A", "B"])
+
+    def test_penalties_and_constraints_reach_the_server(
+        self, run: Run, server: InferenceServer, tmp_path: Path
+    ) -> None:
+        schema = tmp_path / "schema.json"
+        schema.write_text('{"type": "null"}')
+        command = ("generate", "hello", "--address", server.address)
+        options = ["--presence-penalty", "0.5", "--frequency-penalty", "-0.5", "--repetition-penalty", "1.25"]
+        assert run(*command, *options, "--json-schema", str(schema)).code == 0
+        request = server.servicer.last_request
+        assert request is not None
+        sampling = request.sampling
+        penalties = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty)
+        assert penalties == (0.5, -0.5, 1.25)
+        assert request.constraint.json_schema == '{"type": "null"}'
+        assert run(*command, "--choice", "yes", "--choice", "no").code == 0
+        assert server.servicer.last_request is not None
+        assert list(server.servicer.last_request.constraint.choice.texts) == ["yes", "no"]
+        assert run(*command, "--regex", "[0-9]+").code == 0
+        assert server.servicer.last_request.constraint.regex == "[0-9]+"
+        ended = run(*command, "--regex", "a", "--choice", "b")
+        assert ended.code == 2
+        assert "give at most one of: regex, choice" in ended.err
+        ended = run(*command, "--json-schema", str(tmp_path / "none"))
+        assert ended.code == 2
+        assert "cannot be read" in ended.err
 
     def test_a_class_and_targets_reach_the_server(self, run: Run, server: InferenceServer) -> None:
         options = ["--class", "chat", "--ttft", "0.5", "--tpot", "0.025"]
@@ -297,6 +323,14 @@ class TestUp:
             effective_config(file, {("cpu_attn", "num_threads"): 2})
         file.write_text("[[cpu_attn]]\n")
         assert effective_config(file, {("cpu_attn", "num_threads"): 2}).cpu_attn[0].num_threads == 2
+
+    def test_there_is_a_gateway_unless_it_is_off(self) -> None:
+        assert with_gateway(Config(), off=False).gateway == GatewayConfig()
+        named = effective_config(None, {("gateway", "listen"): "127.0.0.1:9"})
+        assert with_gateway(named, off=False) == named
+        assert with_gateway(named, off=True).gateway is None
+        with pytest.raises(ConfigError, match=r'^--http: must be "host:port"'):
+            effective_config(None, {("gateway", "listen"): "9"})
 
     def test_an_option_and_the_file_are_told_apart(self, tmp_path: Path) -> None:
         file = tmp_path / "neoflex.toml"

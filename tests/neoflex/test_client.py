@@ -2,6 +2,7 @@
 
 import socket
 import threading
+from typing import Any
 
 import pytest
 from support.inference import InferenceServer
@@ -50,11 +51,17 @@ def test_every_option_reaches_the_server(client: Client, server: InferenceServer
         top_p=0.5,
         min_p=0.25,
         seed=2**63,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        repetition_penalty=1.25,
+        logit_bias={7: -100, 8: 0.5},
+        json_schema={"type": "object"},
         stop="END",
         stop_token_ids=[1, 2],
         ignore_eos=True,
         time_limit_s=1.5,
         logprobs=0,
+        prompt_logprobs=3,
         service_class="chat",
         ttft_s=0.5,
         tpot_s=0.025,
@@ -62,15 +69,59 @@ def test_every_option_reaches_the_server(client: Client, server: InferenceServer
     expected = pb.GenerateRequest(
         request_id="me",
         chat=pb.Chat(messages=[pb.ChatMessage(role="system", content="s"), pb.ChatMessage(role="user", content="u")]),
-        sampling=pb.SamplingOptions(temperature=0, top_k=4, top_p=0.5, min_p=0.25, seed=2**63),
+        sampling=pb.SamplingOptions(
+            temperature=0,
+            top_k=4,
+            top_p=0.5,
+            min_p=0.25,
+            seed=2**63,
+            presence_penalty=0.5,
+            frequency_penalty=-0.5,
+            repetition_penalty=1.25,
+            logit_bias={7: -100, 8: 0.5},
+        ),
         stopping=pb.StoppingOptions(max_tokens=3, stop=["END"], stop_token_ids=[1, 2], ignore_eos=True),
-        output=pb.OutputOptions(logprobs=0),
+        output=pb.OutputOptions(logprobs=0, prompt_logprobs=3),
+        constraint=pb.Constraint(json_schema='{"type": "object"}'),
         service_class="chat",
     )
     expected.targets.ttft.FromMilliseconds(500)
     expected.targets.tpot.FromMilliseconds(25)
     expected.stopping.time_limit.FromMilliseconds(1500)
     assert server.servicer.last_request == expected
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ({"json_schema": '{"type":"null"}'}, pb.Constraint(json_schema='{"type":"null"}')),
+        ({"json_object": True}, pb.Constraint(json_object=True)),
+        ({"regex": "a+"}, pb.Constraint(regex="a+")),
+        ({"ebnf": "root ::= [a]"}, pb.Constraint(ebnf="root ::= [a]")),
+        ({"choice": ["a", "b"]}, pb.Constraint(choice=pb.Choice(texts=["a", "b"]))),
+        ({"choice": []}, pb.Constraint(choice=pb.Choice())),
+    ],
+)
+def test_every_kind_of_constraint(
+    option: dict[str, Any], expected: pb.Constraint, client: Client, server: InferenceServer
+) -> None:
+    client.generate("hello", **option)
+    assert server.servicer.last_request is not None
+    assert server.servicer.last_request.constraint == expected
+
+
+def test_what_no_request_can_carry_is_refused_at_once(client: Client) -> None:
+    with pytest.raises(ValueError, match="at most one of: json_schema, regex"):
+        client.generate("hello", regex="a", json_schema={})
+    with pytest.raises(ValueError, match="logit_bias"):
+        client.generate("hello", logit_bias={2**40: 1.0})
+
+
+def test_log_probabilities_of_a_prompt(client: Client) -> None:
+    answer = client.generate("hello", prompt_logprobs=1)
+    assert answer.prompt_logprobs == (LOGPROBS, LOGPROBS)
+    first, second = client.stream("hello", prompt_logprobs=1)
+    assert (first.prompt_logprobs, second.prompt_logprobs) == ((LOGPROBS, LOGPROBS), ())
 
 
 def test_what_is_not_given_is_absent_on_the_wire(client: Client, server: InferenceServer) -> None:

@@ -1,11 +1,12 @@
 """Addresses of a local stack, and the configuration file that its services read."""
 
+import socket
 from pathlib import Path
 
 import pytest
 
-from neoflex.placement import AddressInUseError, place, socket_fits, to_toml
-from svc_common.config import Config, load, parse
+from neoflex.placement import AddressInUseError, accepts, place, socket_fits, to_toml
+from svc_common.config import Config, GatewayConfig, load, parse
 
 
 def test_inner_services_get_sockets_unless_they_have_an_address(tmp_path: Path) -> None:
@@ -23,6 +24,41 @@ def test_port_0_becomes_a_free_port(tmp_path: Path) -> None:
     )
     assert host == "127.0.0.1"
     assert int(port) > 0
+
+
+def test_the_gateway_takes_its_port_or_a_free_one(tmp_path: Path) -> None:
+    def placed(**gateway: object) -> str:
+        done = place(parse({"planner": {"listen": "127.0.0.1:0"}, "gateway": gateway}, "test"), tmp_path).gateway
+        assert done is not None
+        return done.listen
+
+    assert int(placed(listen="127.0.0.1:0").rpartition(":")[2]) > 0
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert accepts(address)
+        with pytest.raises(AddressInUseError, match=r"a free one with: neoflex up --http 127\.0\.0\.1:0"):
+            placed(listen=address)
+        # What nobody asked for by name gives way.
+        gateway = GatewayConfig.model_construct(listen=address)
+        gateway.model_fields_set.clear()
+        config = parse({"planner": {"listen": "127.0.0.1:0"}}, "test").model_copy(update={"gateway": gateway})
+        given_way = place(config, tmp_path).gateway
+        assert given_way is not None
+        assert given_way.listen.startswith("127.0.0.1:")
+        assert given_way.listen != address
+    assert not accepts(address)
+    assert not accepts(f"unix:{tmp_path}/none")
+    assert place(parse({"planner": {"listen": "127.0.0.1:0"}}, "test"), tmp_path).gateway is None
+
+
+def test_the_file_holds_the_gateway(tmp_path: Path) -> None:
+    gateway = {"cors_origins": ["https://a", "https://b"], "api_keys_file": "/keys", "max_body_bytes": "1MiB"}
+    config = parse({"gateway": gateway}, "t")
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(config))
+    assert load(path) == config
+    path.write_text(to_toml(parse({"gateway": {}}, "t")))
+    assert load(path).gateway == GatewayConfig()
 
 
 def test_an_address_of_another_host_is_refused(tmp_path: Path) -> None:

@@ -5,10 +5,12 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import psutil
 import pytest
 from support import stacks
@@ -164,6 +166,33 @@ def test_a_host_pool_of_nothing_needs_no_cpu_attention_service(bench: Bench) -> 
     values = {"planner": {"listen": bench.listen}, "cpu_attn": {"kv_bytes": 0}}
     stack = LocalStack(config.parse(dict(values), "test"), bench.run_dir)
     assert set(stack.log_paths) == {"planner_svc", "gpu_svc"}
+
+
+def test_a_gateway_is_started_and_ends_with_the_planner(bench: Bench) -> None:
+    stack = bench.stack(gateway={"listen": "127.0.0.1:0"})
+    assert set(stack.log_paths) == {*SERVICES, "gateway_svc"}
+    stack.start()
+    stack.wait_ready(60)
+    assert stack.http_url is not None
+    assert httpx2.get(f"{stack.http_url}/v1/models").json()["data"][0]["id"] == "tiny"
+    pid = stack.pids["gateway_svc"]
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: stack.pids.get("gateway_svc", pid) != pid and stack.is_ready())
+    pid = stack.pids["gateway_svc"]
+    hold = Path(f"{bench.diary}.hold")
+    hold.touch()  # The planner has something to end still.
+    stopping = threading.Thread(target=stack.stop)
+    stopping.start()
+    until(lambda: not is_running(pid))
+    assert "gpu_svc stopping" not in bench.notes()
+    hold.unlink()
+    stopping.join(60)
+    assert last_lines(stack.log_paths["gateway_svc"], 1)[0].endswith("gateway_svc INFO stopped")
+
+
+def test_without_a_gateway_there_is_no_address(bench: Bench) -> None:
+    assert bench.stack().http_url is None
+    assert bench.stack(gateway={"listen": "unix:/x"}).http_url == "unix:/x"
 
 
 def test_an_address_in_use_is_said_before_anything_starts(bench: Bench) -> None:

@@ -8,7 +8,7 @@ from support.planner_rig import TOKENIZER
 from planner_svc.generation import Delta, EndReason, Finished, Generation, GenerationRequest, Position
 from planner_svc.scheduler import DEFAULT_CLASS, Targets
 from svc_common.errors import ServiceError, unavailable
-from svc_common.plan import Sampling, TokenLogprobs
+from svc_common.plan import PromptLogprobs, Sampling, TokenLogprobs
 
 A, B, C = (TOKENIZER.encode(letter)[0] for letter in "abc")
 
@@ -53,6 +53,30 @@ async def test_what_a_slow_reader_missed_comes_in_one_delta() -> None:
         recomputations=2,
         targets_met=None,
     )
+
+
+async def test_the_prompt_s_positions_come_once_and_with_the_first_token() -> None:
+    """Whatever chunks of it come again after a recomputation."""
+    answer = generation()
+    deltas = answer.deltas()
+    answer.push_prompt(PromptLogprobs(1, (-1.0,), (7,), (-0.5,)))
+    answer.push_prompt(PromptLogprobs(1, (-1.5, -2.0), (8, 9), (-0.25, -0.75)))
+    answer.push_prompt(PromptLogprobs(2, (-3.0,), (9,), (-0.125,)))
+    answer.push(A, None, False, 1100)
+    first = await anext(deltas)
+    assert first.prompt_positions == (
+        Position(2, TokenLogprobs(-1.0, ((7, -0.5),))),
+        Position(3, TokenLogprobs(-2.0, ((9, -0.75),))),
+    )
+    answer.push(B, None, False, 1200)
+    assert (await anext(deltas)).prompt_positions == ()
+
+
+async def test_positions_of_a_prompt_without_an_answer_stay_unsaid() -> None:
+    answer = generation()
+    answer.push_prompt(PromptLogprobs(1, (-1.0,), (), ()))
+    answer.finish(EndReason.ABORT, None, 0, 1500)
+    assert await answer.whole() == Delta("", (), ())
 
 
 async def test_a_reader_that_waits_is_woken() -> None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from google.protobuf.duration_pb2 import Duration
@@ -9,10 +10,12 @@ from google.protobuf.duration_pb2 import Duration
 from neoflex.v1 import inference_pb2 as pb
 from planner_svc import requests
 from planner_svc.classes import service_classes
+from planner_svc.constraints import Constraint
 from planner_svc.requests import ChatPrompt, Limits, TextPrompt, TokenPrompt
 from planner_svc.scheduler import Targets
 from svc_common.config import PlannerConfig
-from svc_common.errors import ServiceError
+from svc_common.errors import FieldViolation, ServiceError
+from svc_common.model.chat_template import Tool, ToolCall, Turn
 from svc_common.plan import Sampling
 
 CHAT = {"ttft_s": 0.5, "tpot_s": 0.05}
@@ -63,6 +66,22 @@ def logprobs(value: int) -> Callable[[pb.GenerateRequest], None]:
     return lambda message: setattr(message.output, "logprobs", value)
 
 
+def bias(token_id: int, value: float) -> Callable[[pb.GenerateRequest], None]:
+    return lambda message: message.sampling.logit_bias.update({token_id: value})
+
+
+def constraint(**kind: Any) -> Callable[[pb.GenerateRequest], None]:
+    return lambda message: message.constraint.CopyFrom(pb.Constraint(**kind))
+
+
+def choice(*texts: str) -> Callable[[pb.GenerateRequest], None]:
+    return constraint(choice=pb.Choice(texts=texts))
+
+
+def ignoring_eos(message: pb.GenerateRequest) -> None:
+    message.constraint.json_object = message.stopping.ignore_eos = True
+
+
 def targets(**seconds: float) -> Callable[[pb.GenerateRequest], None]:
     def set_targets(message: pb.GenerateRequest) -> None:
         for name, value in seconds.items():
@@ -94,6 +113,54 @@ BAD = {
     "top_p nan": (sampling("top_p", math.nan), "request.sampling.top_p", "must be in (0, 1], is nan"),
     "min_p": (sampling("min_p", 1.25), "request.sampling.min_p", "must be in [0, 1], is 1.25"),
     "min_p nan": (sampling("min_p", math.nan), "request.sampling.min_p", "must be in [0, 1], is nan"),
+    "presence_penalty": (
+        sampling("presence_penalty", 2.5),
+        "request.sampling.presence_penalty",
+        "must be in [-2, 2], is 2.5",
+    ),
+    "frequency_penalty": (
+        sampling("frequency_penalty", math.nan),
+        "request.sampling.frequency_penalty",
+        "must be in [-2, 2], is nan",
+    ),
+    "repetition_penalty": (
+        sampling("repetition_penalty", 0),
+        "request.sampling.repetition_penalty",
+        "must be in (0, 2], is 0",
+    ),
+    "logit_bias": (bias(3, 101), "request.sampling.logit_bias[3]", "must be in [-100, 100], is 101"),
+    "logit_bias nan": (bias(3, math.nan), "request.sampling.logit_bias[3]", "must be in [-100, 100], is nan"),
+    "logit_bias token": (bias(100, 1), "request.sampling.logit_bias[100]", "its token must be in [0, 100)"),
+    "logit_bias negative": (bias(-1, 1), "request.sampling.logit_bias[-1]", "its token must be in [0, 100)"),
+    "prompt_logprobs": (
+        lambda m: setattr(m.output, "prompt_logprobs", 21),
+        "request.output.prompt_logprobs",
+        "must be in [0, 20], is 21",
+    ),
+    "no constraint": (
+        lambda m: m.constraint.SetInParent(),
+        "request.constraint",
+        "exactly one of json_schema, json_object, regex, ebnf or choice is required",
+    ),
+    "schema empty": (constraint(json_schema=""), "request.constraint.json_schema", "must not be empty"),
+    "object false": (constraint(json_object=False), "request.constraint.json_object", "must be true, or absent"),
+    "regex long": (
+        constraint(regex="a" * 2**18),
+        "request.constraint.regex",
+        "must be at most 262144 bytes, is 262148",
+    ),
+    "no choices": (choice(), "request.constraint.choice.texts", "must be of 1 to 1024 texts, is of 0"),
+    "choices many": (
+        choice(*["a"] * 1025),
+        "request.constraint.choice.texts",
+        "must be of 1 to 1024 texts, is of 1025",
+    ),
+    "choice empty": (choice("a", ""), "request.constraint.choice.texts[1]", "must not be empty"),
+    "constraint without end": (
+        ignoring_eos,
+        "request.stopping.ignore_eos",
+        "must not be set with a constraint, whose end is an end token",
+    ),
     "max_tokens": (stopping("max_tokens", 0), "request.stopping.max_tokens", "must be at least 1, is 0"),
     "stops": (stops(*"abcdefghijklmnopq"), "request.stopping.stop", "must be at most 16 texts, are 17"),
     "stop empty": (stops("a", ""), "request.stopping.stop[1]", "must be of 1 to 256 characters, is of 0"),
@@ -229,6 +296,35 @@ def test_the_edges_are_inside() -> None:
     assert options.stop_token_ids == {99}
 
 
+def test_too_many_biases_are_refused() -> None:
+    message = sound()
+    message.sampling.logit_bias.update(dict.fromkeys(range(1025), 1.0))
+    limits = Limits(vocab_size=2000, max_sequence_tokens=50, max_text_bytes=400)
+    with pytest.raises(ServiceError) as caught:
+        requests.parse_generation(message, limits, CLASSES)
+    assert [(v.field, v.description) for v in caught.value.violations] == [
+        ("request.sampling.logit_bias", "must be of at most 1024 tokens, is of 1025")
+    ]
+
+
+def test_penalties_biases_and_constraints_arrive() -> None:
+    message = sound()
+    message.sampling.presence_penalty = -2
+    message.sampling.frequency_penalty = 2
+    message.sampling.repetition_penalty = 2
+    message.sampling.logit_bias.update({99: 100, 7: -100, 8: 0})
+    message.output.prompt_logprobs = 0
+    message.constraint.choice.texts.extend(["a", "b"])
+    _, options = requests.parse_generation(message, LIMITS, CLASSES)
+    sampling = options.sampling
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (-2, 2, 2)
+    assert sampling.logit_bias == ((7, -100), (99, 100))
+    assert sampling.num_prompt_logprobs == 0
+    assert options.constraint == Constraint("choice", choices=("a", "b"))
+    message.constraint.ebnf = "root ::= [a]"
+    assert requests.parse_generation(message, LIMITS, CLASSES)[1].constraint == Constraint("ebnf", "root ::= [a]")
+
+
 def test_a_vanishing_temperature_is_greedy() -> None:
     message = sound()
     message.sampling.temperature = 1e-30
@@ -237,7 +333,55 @@ def test_a_vanishing_temperature_is_greedy() -> None:
 
 def test_chat() -> None:
     message = pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="anyone", content="")]))
-    assert requests.parse_generation(message, LIMITS, CLASSES)[0] == ChatPrompt((("anyone", ""),))
+    assert requests.parse_generation(message, LIMITS, CLASSES)[0] == ChatPrompt((Turn("anyone", ""),))
+
+
+def chat_with(tools: list[pb.Tool] | None = None, **turn: Any) -> pb.GenerateRequest:
+    chat = pb.Chat(messages=[pb.ChatMessage(role="assistant", **turn)], tools=tools or [])
+    return pb.GenerateRequest(chat=chat)
+
+
+def test_tools_and_calls() -> None:
+    call = pb.ToolCall(id="1", name="add", arguments_json='{"a": [1]}')
+    tools = [pb.Tool(name="add", description="Adds.", parameters_json_schema='{"type": "object"}'), pb.Tool(name="b")]
+    prompt, _ = requests.parse_generation(chat_with(tools, tool_calls=[call]), LIMITS, CLASSES)
+    assert prompt == ChatPrompt(
+        (Turn("assistant", "", (ToolCall("1", "add", {"a": [1]}),)),),
+        (Tool("add", "Adds.", {"type": "object"}), Tool("b", "", {"type": "object", "properties": {}})),
+    )
+
+
+@pytest.mark.parametrize(
+    ("message", "field", "description"),
+    [
+        (
+            chat_with(tool_calls=[pb.ToolCall(arguments_json="[1]")]),
+            "request.chat.messages[0].tool_calls[0].arguments_json",
+            "must be a JSON object",
+        ),
+        (
+            chat_with(tool_calls=[pb.ToolCall(arguments_json="")]),
+            "request.chat.messages[0].tool_calls[0].arguments_json",
+            "must be a JSON object: Expecting value: line 1 column 1 (char 0)",
+        ),
+        (
+            chat_with([pb.Tool(name="a", parameters_json_schema="true")]),
+            "request.chat.tools[0].parameters_json_schema",
+            "must be a JSON object",
+        ),
+        (chat_with([pb.Tool()]), "request.chat.tools[0].name", "must not be empty"),
+        (chat_with([pb.Tool(name="a")] * 129), "request.chat.tools", "must be at most 128, are 129"),
+        (
+            chat_with([pb.Tool(name="a", description="x" * 391)]),
+            "request.chat.messages",
+            "must be at most 400 bytes, is 401: more cannot fit a context of 50 tokens",
+        ),
+    ],
+)
+def test_tools_that_are_none(message: pb.GenerateRequest, field: str, description: str) -> None:
+    with pytest.raises(ServiceError) as caught:
+        requests.parse_generation(message, LIMITS, CLASSES)
+    assert caught.value.violations == (FieldViolation(field, description),)
 
 
 @pytest.mark.parametrize(

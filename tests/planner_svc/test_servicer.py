@@ -16,6 +16,7 @@ from support.planner_rig import (
 )
 
 from neoflex.v1 import inference_pb2 as pb
+from svc_common.model.chat_template import Turn
 
 FOREVER = 150
 """Tokens of an answer that a test ends by other means; with `slow` it would take seconds."""
@@ -62,7 +63,7 @@ async def test_each_form_of_prompt(form: str, start_rig: StartRig) -> None:
         expected = [5, 6, 7]
     else:
         message.chat.messages.add(role="user", content="the")
-        expected = TOKENIZER.encode_chat([("user", "the")])
+        expected = TOKENIZER.encode_chat([Turn("user", "the")])
     answer = await rig.stub.Generate(message)
     assert answer.usage.prompt_tokens == len(expected)
     assert list(rig.executor.plans[0].new_sequences[0].token_ids) == expected
@@ -230,3 +231,28 @@ async def test_a_slow_reader_holds_up_nobody_and_gets_all(start_rig: StartRig) -
     await rig.until_free()
     tokens = [token for item in await collect(stream) for token in item.delta.token_ids]
     assert tokens == [rig.executor.answer(tuple(TOKENIZER.encode("the")), i) for i in range(FOREVER)]
+
+
+async def test_a_constraint_is_made_ready_before_the_request_is_planned(start_rig: StartRig) -> None:
+    rig = await start_rig()
+    message = request("the", max_tokens=2)
+    message.constraint.choice.texts.extend(["a", "b"])
+    await rig.stub.Generate(message)
+    [grammar] = rig.executor.grammars
+    [new] = [new for plan in rig.executor.plans for new in plan.new_sequences]
+    assert new.sampling.grammar == grammar != ""
+
+
+async def test_log_probabilities_of_a_prompt_are_the_stream_s_first(start_rig: StartRig) -> None:
+    rig = await start_rig(slow())
+    message = request("abc the", max_tokens=3)
+    message.output.prompt_logprobs = 2
+    prompt = TOKENIZER.encode("abc the")
+    _, first, *deltas, _ = await collect(rig.stub.GenerateStream(streaming(message)))
+    positions = first.delta.prompt_logprobs
+    assert [position.chosen.token_id for position in positions] == prompt[1:]
+    assert [position.chosen.logprob for position in positions] == [-float(i) for i in range(1, len(prompt))]
+    assert [item.token_id for item in positions[0].top] == [1, 2]
+    assert not any(delta.delta.prompt_logprobs for delta in deltas)
+    answer = await rig.stub.Generate(message)
+    assert list(answer.prompt_logprobs) == list(positions)

@@ -158,3 +158,37 @@ async def test_while_loading_callers_are_told_to_come_back(start_rig: StartRig) 
     assert await rig.is_serving("liveness")
     # What needs no executor is answered.
     assert (await rig.stub.Detokenize(pb.DetokenizeRequest(token_ids=[64]))).text == "a"
+
+
+async def test_a_constraint_that_can_t_be_kept_to_is_refused_before_it_is_queued(start_rig: StartRig) -> None:
+    rig = await start_rig()
+    message = request()
+    message.constraint.json_schema = '{"items": {"not": {}}}'
+    code, reason, error = await refused(rig.stub.Generate(message))
+    assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "CONSTRAINT_UNSUPPORTED")
+    [violation] = detail(error, error_details_pb2.BadRequest).field_violations
+    assert violation.field == "request.constraint.json_schema"
+    assert violation.description == "$.items.not: this keyword is not supported"
+    assert rig.executor.grammars == []
+    rig.executor.grammar_error = "too large"
+    message.constraint.regex = "[ab]"
+    code, reason, error = await refused(rig.stub.Generate(message))
+    assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "CONSTRAINT_UNSUPPORTED")
+    [violation] = detail(error, error_details_pb2.BadRequest).field_violations
+    assert (violation.field, violation.description) == ("request.constraint.regex", "too large")
+    assert rig.executor.plans == []
+
+
+async def test_an_answer_that_can_t_go_on_in_its_grammar_fails_alone(start_rig: StartRig) -> None:
+    rig = await start_rig()
+    rig.executor.failing_grammar = "no way on"
+    other = rig.stub.Generate(request("other", max_tokens=20))
+    message = request("the", max_tokens=20)
+    message.constraint.regex = "[ab]*"
+    code, reason, error = await refused(rig.stub.Generate(message))
+    assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "CONSTRAINT_FAILED")
+    [violation] = detail(error, error_details_pb2.BadRequest).field_violations
+    assert (violation.field, violation.description) == ("request.constraint", "no way on")
+    assert (await other).usage.completion_tokens == 20
+    await rig.until_free()
+    assert rig.executor.problems == []

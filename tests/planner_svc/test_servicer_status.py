@@ -21,6 +21,7 @@ from support.planner_rig import (
 from neoflex.v1 import inference_pb2 as pb
 from planner_svc import engine as engine_module
 from planner_svc.server import SERVICE_NAME
+from svc_common.model.chat_template import Turn
 
 FOREVER = 150
 """Tokens of an answer that a test ends by other means; with `slow` it would take seconds."""
@@ -38,13 +39,40 @@ async def test_tokenize_and_detokenize(start_rig: StartRig) -> None:
     assert list((await rig.stub.Tokenize(pb.TokenizeRequest(text="the abc"))).token_ids) == TOKENIZER.encode("the abc")
     chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="the")])
     ids = list((await rig.stub.Tokenize(pb.TokenizeRequest(chat=chat))).token_ids)
-    assert ids == TOKENIZER.encode_chat([("user", "the")])
+    assert ids == TOKENIZER.encode_chat([Turn("user", "the")])
     assert (await rig.stub.Detokenize(pb.DetokenizeRequest(token_ids=ids))).text == "user:theassistant:"
     code, _, error = await refused(rig.stub.Detokenize(pb.DetokenizeRequest(token_ids=[-1])))
     assert (code, error.details()) == (
         grpc.StatusCode.INVALID_ARGUMENT,
         f"token_ids[0]: must be in [0, {TOKENIZER.vocab_size}), is -1",
     )
+
+
+async def test_tokens_by_themselves(start_rig: StartRig) -> None:
+    rig = await start_rig()
+    [end] = TOKENIZER.eos_token_ids
+    [half] = TOKENIZER.encode("é")[:1]
+    response = await rig.stub.Detokenize(pb.DetokenizeRequest(token_ids=[64, half, end], with_tokens=True))
+    assert list(response.tokens) == [
+        pb.TokenText(text=b"a"),
+        pb.TokenText(text="é".encode()[:1]),
+        pb.TokenText(special="<end>"),
+    ]
+    assert list((await rig.stub.Detokenize(pb.DetokenizeRequest(token_ids=[64]))).tokens) == []
+
+
+async def test_tools_that_the_template_does_not_know(start_rig: StartRig) -> None:
+    rig = await start_rig()
+    chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="the")], tools=[pb.Tool(name="add")])
+    for call, field in (
+        (rig.stub.Tokenize(pb.TokenizeRequest(chat=chat)), "chat.tools"),
+        (rig.stub.Generate(pb.GenerateRequest(chat=chat)), "request.chat.tools"),
+    ):
+        code, reason, error = await refused(call)
+        assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "TOOLS_UNKNOWN")
+        assert error.details() == f"{field}: the model's chat template knows no tools"
+    model = await rig.stub.GetModelInfo(pb.GetModelInfoRequest())
+    assert model.tool_call_format == pb.TOOL_CALL_FORMAT_UNSPECIFIED
 
 
 async def test_the_model_and_the_server_describe_themselves(start_rig: StartRig) -> None:

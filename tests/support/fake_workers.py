@@ -34,6 +34,8 @@ class Held:
     tier: int
     blocks: list[int]
     num_logprobs: int
+    num_prompt_logprobs: int = -1
+    has_grammar: bool = False
     num_computed: int = 0
 
 
@@ -58,6 +60,12 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     fail_next: tuple[int, str] | None = None
     """Error and text of the next iteration."""
+    grammars: list[str] = field(default_factory=list)
+    """That it was asked to make ready."""
+    grammar_error: str = ""
+    """Its answer to that."""
+    failing_grammar: str = ""
+    """Why each second token of a sequence with a grammar fails."""
     epochs: list[executor_pb2.OpenEpochRequest] = field(default_factory=list)
     plans: list[executor_pb2.IterationPlan] = field(default_factory=list)
     held: dict[int, Held] = field(default_factory=dict)
@@ -92,6 +100,10 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
 
     async def GetExecutorStatus(self, request: Any, context: Any) -> executor_pb2.GetExecutorStatusResponse:  # noqa: N802
         return executor_pb2.GetExecutorStatusResponse(epoch=self.epochs[-1].epoch if self.epochs else 0)
+
+    async def CompileGrammar(self, request: Any, context: Any) -> executor_pb2.CompileGrammarResponse:  # noqa: N802
+        self.grammars.append(request.grammar)
+        return executor_pb2.CompileGrammarResponse(error=self.grammar_error)
 
     async def OpenEpoch(self, request: Any, context: Any) -> executor_pb2.OpenEpochResponse:  # noqa: N802
         if self.epochs and request.epoch <= self.epochs[-1].epoch:
@@ -189,7 +201,13 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         for new in plan.new_sequences:
             num_prompt_tokens = len(new.token_ids) - new.num_generated_tokens
             self.held[new.sequence_id] = Held(
-                list(new.token_ids), num_prompt_tokens, new.tier, list(new.blocks), new.sampling.num_logprobs
+                list(new.token_ids),
+                num_prompt_tokens,
+                new.tier,
+                list(new.blocks),
+                new.sampling.num_logprobs,
+                new.sampling.num_prompt_logprobs,
+                bool(new.sampling.grammar),
             )
         for swap in plan.swaps:
             self.held[swap.sequence_id].tier = swap.target
@@ -202,6 +220,8 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
             held = self.held[chunk.sequence_id]
             if chunk.start != held.num_computed:
                 self.problems.append(f"chunk of {chunk.sequence_id} starts at {chunk.start}, not {held.num_computed}")
+            if held.num_prompt_logprobs >= 0:
+                self._yield_prompt(chunk, held, result)
             held.num_computed += chunk.num_tokens
             if held.num_computed == len(held.tokens):
                 self._yield_token(chunk.sequence_id, result)
@@ -214,6 +234,20 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
             held.num_computed += 1
             self._yield_token(sequence_id, result)
 
+    @staticmethod
+    def _yield_prompt(chunk: executor_pb2.PrefillChunk, held: Held, result: executor_pb2.IterationResult) -> None:
+        """Token i has the log-probability -i; the likeliest are always 1, 2, ..."""
+        places = range(chunk.start + 1, min(chunk.start + chunk.num_tokens + 1, held.num_prompt_tokens))
+        if places:
+            num_top = held.num_prompt_logprobs
+            result.prompt_logprobs.add(
+                sequence_id=chunk.sequence_id,
+                start=places.start,
+                chosen=[-float(i) for i in places],
+                top_token_ids=[*range(1, num_top + 1)] * len(places),
+                top_logprobs=[-0.5] * num_top * len(places),
+            )
+
     def _yield_token(self, sequence_id: int, result: executor_pb2.IterationResult) -> None:
         held = self.held[sequence_id]
         prompt = tuple(held.tokens[: held.num_prompt_tokens])
@@ -221,6 +255,8 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         held.tokens.append(token)
         result.sequence_ids.append(sequence_id)
         result.token_ids.append(token)
+        if self.failing_grammar and held.has_grammar and len(held.tokens) == held.num_prompt_tokens + 2:
+            result.grammar_failures.add(sequence_id=sequence_id, message=self.failing_grammar)
         if held.num_logprobs >= 0:
             likeliest = range(token, token + held.num_logprobs)
             result.logprobs.add(

@@ -58,6 +58,7 @@ class ScriptedInference(inference_pb2_grpc.InferenceServiceServicer):
             text="a b c",
             token_ids=[7, 8, 9],
             logprobs=_logprobs(request),
+            prompt_logprobs=_prompt_logprobs(request),
             finish=FINISH,
             usage=self._usage(),
         )
@@ -72,7 +73,9 @@ class ScriptedInference(inference_pb2_grpc.InferenceServiceServicer):
         # A client may leave as soon as it has read the delta, so the delta's own sending may be what is cancelled.
         try:
             yield pb.GenerateStreamResponse(
-                delta=pb.GenerationDelta(text="a ", token_ids=[7], logprobs=_logprobs(inner))
+                delta=pb.GenerationDelta(
+                    text="a ", token_ids=[7], logprobs=_logprobs(inner), prompt_logprobs=_prompt_logprobs(inner)
+                )
             )
             if inner.text == "never":
                 await asyncio.Event().wait()
@@ -191,6 +194,10 @@ class ScriptedInference(inference_pb2_grpc.InferenceServiceServicer):
 
 def _logprobs(request: pb.GenerateRequest) -> list[pb.PositionLogprobs]:
     return [LOGPROBS] if request.output.HasField("logprobs") else []
+
+
+def _prompt_logprobs(request: pb.GenerateRequest) -> list[pb.PositionLogprobs]:
+    return [LOGPROBS] * 2 if request.output.HasField("prompt_logprobs") else []
 
 
 class InferenceServer:

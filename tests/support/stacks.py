@@ -23,7 +23,10 @@ def stand_in_stack(run_dir: Path, diary: Path, listen: str, **options: Any) -> L
         "cpu_attn_svc": argv("cpu_attn_svc"),
         **options.pop("argv", {}),
     }
-    config = parse({"planner": {"listen": listen}}, "test")
+    values: dict[str, object] = {"planner": {"listen": listen}}
+    if gateway := options.pop("gateway", None):  # The real one.
+        values["gateway"] = gateway
+    config = parse(values, "test")
     return LocalStack(config, run_dir, argv=commands, **options)
 
 

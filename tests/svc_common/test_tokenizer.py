@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import tiny_tokenizers
 
+from svc_common.model.chat_template import ChatTemplateError, Turn
 from svc_common.model.spec import UnsupportedModelError
 from svc_common.model.store import ModelFiles, ModelNotFoundError, resolve
-from svc_common.model.tokenizer import ChatTemplateError, IncrementalDecoder, Tokenizer, load_tokenizer
+from svc_common.model.tokenizer import IncrementalDecoder, Tokenizer, load_tokenizer
 
 BYTE_LEVEL = tiny_tokenizers.byte_level()
 BYTE_FALLBACK = tiny_tokenizers.byte_fallback()
@@ -78,7 +79,7 @@ def test_special_tokens_have_no_text_and_added_ones_do() -> None:
 
 def test_chat_goes_through_the_template() -> None:
     tokenizer = Tokenizer(BYTE_LEVEL)
-    ids = tokenizer.encode_chat([("user", "the"), ("assistant", "ab")])
+    ids = tokenizer.encode_chat([Turn("user", "the"), Turn("assistant", "ab")])
     text = "<start>user:the<end><start>assistant:ab<end><start>assistant:"
     assert ids == tokenizer.encode(text)
     assert ids.count(tokenizer.eos_token_ids[0]) == 2
@@ -86,14 +87,14 @@ def test_chat_goes_through_the_template() -> None:
 
 def test_a_template_that_refuses_is_quoted() -> None:
     with pytest.raises(ChatTemplateError, match="unknown role robot"):
-        Tokenizer(BYTE_LEVEL).encode_chat([("robot", "beep")])
+        Tokenizer(BYTE_LEVEL).encode_chat([Turn("robot", "beep")])
 
 
 def test_no_template_is_said_plainly() -> None:
     backend = tiny_tokenizers.byte_level()
     backend.chat_template = None
     with pytest.raises(ChatTemplateError, match="no chat template"):
-        Tokenizer(backend).encode_chat([("user", "hi")])
+        Tokenizer(backend).encode_chat([Turn("user", "hi")])
 
 
 def test_another_kind_of_decoder_is_refused_by_name() -> None:
@@ -153,7 +154,7 @@ def test_gguf_is_converted_once_and_again_when_the_file_changes(
     first = load_tokenizer(files, tmp_path / "cache")
     assert first.decode(first.encode("naïve 日本 🙂 one  two")) == "naïve 日本 🙂 one  two"
     assert (first.vocab_size, first.eos_token_ids) == (49152, (2,))
-    chat = first.encode_chat([("user", "hi")])
+    chat = first.encode_chat([Turn("user", "hi")])
     assert chat[0] == 1
     assert first.decode(chat).endswith("user\nhi\nassistant\n")
     assert load_tokenizer(files, tmp_path / "cache").encode("abc") == first.encode("abc")
@@ -176,5 +177,5 @@ def test_gguf_is_served_where_nothing_can_be_kept(
     for text in ("naïve 日本 🙂 one  two", "<|im_start|>user"):
         assert unkept.encode(text) == kept.encode(text)
         assert unkept.decode(unkept.encode(text)) == kept.decode(kept.encode(text))
-    assert unkept.encode_chat([("user", "hi")]) == kept.encode_chat([("user", "hi")])
+    assert unkept.encode_chat([Turn("user", "hi")]) == kept.encode_chat([Turn("user", "hi")])
     assert (unkept.vocab_size, unkept.eos_token_ids) == (kept.vocab_size, kept.eos_token_ids)

@@ -1,0 +1,44 @@
+"""Puts the gateway's parts together, as one ASGI application."""
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
+
+from gateway_svc import door
+from gateway_svc.door import Door
+from gateway_svc.errors import ApiError
+from gateway_svc.keys import ApiKeys
+from gateway_svc.metrics import Metrics
+from gateway_svc.planner import Planner
+from gateway_svc.routes import Routes
+from gateway_svc.sse import ClientGoneError
+from svc_common.config import GatewayConfig
+
+_SHOWN_HEADERS = ("x-request-id", "x-warning", "retry-after")
+
+
+def make_app(config: GatewayConfig, planner: Planner) -> ASGIApp:
+    """Raises KeysError."""
+    keys = ApiKeys(config.api_keys_file) if config.api_keys_file else None
+    metrics = Metrics()
+    routes = Routes(planner, metrics, config.max_body_bytes)
+    app: ASGIApp = Starlette(
+        routes=routes.table,
+        exception_handlers={
+            ApiError: door.on_api_error,
+            ClientGoneError: door.on_client_gone,
+            HTTPException: door.on_http_exception,
+            Exception: door.on_bug,
+        },
+    )
+    app = Door(app, metrics, keys, {route.path for route in routes.table})
+    if config.cors_origins:
+        app = CORSMiddleware(
+            app,
+            allow_origins=config.cors_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=_SHOWN_HEADERS,
+        )
+    return app

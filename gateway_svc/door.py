@@ -1,0 +1,109 @@
+"""Stands before all routes: ids, keys and counting; and turns every failure into a response of OpenAI's shape."""
+
+import asyncio
+import time
+from collections.abc import Collection
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gateway_svc import sse, to_proto
+from gateway_svc.context import request_id
+from gateway_svc.errors import ApiError
+from gateway_svc.keys import ApiKeys
+from gateway_svc.metrics import Metrics, Outcome
+
+_OPEN_PATHS = ("/health", "/health/ready", "/health/live")
+
+
+class Door:
+    """An ASGI middleware around the whole application."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, keys: ApiKeys | None, paths: Collection[str]) -> None:
+        """`paths`: those that there are; all others are counted as one."""
+        self._app = app
+        self._metrics = metrics
+        self._keys = keys
+        self._paths = paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers, path = Headers(scope=scope), scope["path"]
+        outcome = Outcome()
+        own_id = request_id(headers) or to_proto.new_id("req")
+        scope.setdefault("state", {}).update(outcome=outcome, request_id=own_id)
+
+        async def send_noted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                outcome.status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = own_id
+            await send(message)
+
+        started_s = time.perf_counter()
+        self._metrics.in_flight.inc()
+        try:
+            if self._refuses(headers, scope):
+                await failure(_no_key())(scope, receive, send_noted)
+            else:
+                await self._app(scope, receive, send_noted)
+        except ClientDisconnect:  # Within the body.
+            outcome.client_gone()
+        except asyncio.CancelledError:  # The server's grace is over; the task ends here, and uvicorn hangs up.
+            outcome.error = "shutdown"
+        finally:
+            self._metrics.in_flight.dec()
+            route = path if path in self._paths else "other"
+            # Whoever is cut off before there was a status was cut off by the server's end.
+            outcome.status = outcome.status or 503
+            self._metrics.ended(route, scope["method"], outcome, time.perf_counter() - started_s)
+
+    def _refuses(self, headers: Headers, scope: Scope) -> bool:
+        # A browser asks with OPTIONS, and without a key, whether it may bring one.
+        if self._keys is None or scope["path"] in _OPEN_PATHS or scope["method"] == "OPTIONS":
+            return False
+        return not self._keys.allows(headers.get("authorization", ""))
+
+
+def _no_key() -> ApiError:
+    return ApiError(
+        401,
+        "no valid API key; send one in the header: Authorization: Bearer KEY",
+        kind="authentication_error",
+        code="invalid_api_key",
+    )
+
+
+def failure(error: ApiError) -> Response:
+    return Response(sse.to_json(error.body), error.status, error.headers, "application/json")
+
+
+async def on_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    request.state.outcome.error = error.code or str(error.status)
+    return failure(error)
+
+
+async def on_client_gone(request: Request, error: Exception) -> Response:
+    """Before there was an answer; nobody receives this one."""
+    request.state.outcome.client_gone()
+    return Response(status_code=request.state.outcome.status)
+
+
+async def on_http_exception(request: Request, error: Exception) -> Response:
+    """Unknown paths, and methods that a path does not have."""
+    assert isinstance(error, HTTPException)
+    where = f"{request.method} {request.url.path}"
+    response = failure(ApiError(error.status_code, f"{error.detail}: {where:.200}"))
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def on_bug(request: Request, error: Exception) -> Response:
+    """What nobody foresaw; starlette raises it again behind the response, and uvicorn logs it."""
+    request.state.outcome.error = "internal"
+    return failure(ApiError(500, "internal error; the gateway's log has the details", kind="server_error"))

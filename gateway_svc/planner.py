@@ -1,0 +1,107 @@
+"""The planner as the gateway calls it: one channel, every failure a NeoflexError, and what never changes kept."""
+
+from collections.abc import Awaitable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import grpc
+from grpc_health.v1 import health_pb2_grpc
+
+from neoflex import errors
+from neoflex.channel import CHANNEL_OPTIONS, READY_REQUEST, is_serving
+from neoflex.v1 import inference_pb2 as pb
+from neoflex.v1.inference_pb2_grpc import InferenceServiceStub
+
+Metadata = tuple[tuple[str, str], ...]
+StreamCall = grpc.aio.UnaryStreamCall[pb.GenerateStreamRequest, pb.GenerateStreamResponse]
+_CHECK_TIMEOUT_S = 2.0
+_Response = TypeVar("_Response")
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What the gateway has to know of the model."""
+
+    name: str
+    context_tokens: int
+    end_token_ids: frozenset[int]
+    tool_call_format: int
+    """One of pb.ToolCallFormat."""
+
+
+class Planner:
+    """Used within one event loop. What it keeps is dropped when the planner is lost, as another model may be back."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._stub = InferenceServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        self._health = health_pb2_grpc.HealthStub(self._channel)
+        self._model: Model | None = None
+        self._tokens: dict[int, pb.TokenText] = {}
+
+    async def model(self) -> Model:
+        if self._model is None:
+            info: pb.GetModelInfoResponse = await self._call(self._stub.GetModelInfo(pb.GetModelInfoRequest()))
+            end = frozenset(info.eos_token_ids)
+            self._model = Model(info.name, info.context_tokens, end, info.tool_call_format)
+        return self._model
+
+    async def generate(self, request: pb.GenerateRequest, metadata: Metadata) -> pb.GenerateResponse:
+        """A whole answer. Being cancelled ends the request."""
+        return await self._call(self._stub.Generate(request, metadata=metadata))
+
+    def stream(self, request: pb.GenerateRequest, metadata: Metadata) -> StreamCall:
+        """Read it within `failures`."""
+        call: StreamCall = self._stub.GenerateStream(pb.GenerateStreamRequest(request=request), metadata=metadata)
+        return call
+
+    async def tokenize(self, request: pb.TokenizeRequest) -> list[int]:
+        response: pb.TokenizeResponse = await self._call(self._stub.Tokenize(request))
+        return list(response.token_ids)
+
+    async def detokenize(self, token_ids: Iterable[int]) -> str:
+        response: pb.DetokenizeResponse = await self._call(
+            self._stub.Detokenize(pb.DetokenizeRequest(token_ids=token_ids))
+        )
+        return response.text
+
+    async def tokens(self, token_ids: Iterable[int]) -> Mapping[int, pb.TokenText]:
+        """At least these, by id. Asks for those only that were never asked for before."""
+        if missing := sorted(set(token_ids) - self._tokens.keys()):
+            request = pb.DetokenizeRequest(token_ids=missing, with_tokens=True)
+            response: pb.DetokenizeResponse = await self._call(self._stub.Detokenize(request))
+            self._tokens.update(zip(missing, response.tokens, strict=True))
+        return self._tokens
+
+    async def server_info(self) -> pb.GetServerInfoResponse:
+        return await self._call(self._stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=_CHECK_TIMEOUT_S))
+
+    async def load(self) -> pb.GetLoadResponse:
+        return await self._call(self._stub.GetLoad(pb.GetLoadRequest(), timeout=_CHECK_TIMEOUT_S))
+
+    async def is_ready(self) -> bool:
+        """Whether requests are answered now; False where nobody listens."""
+        try:
+            return is_serving(await self._health.Check(READY_REQUEST, timeout=_CHECK_TIMEOUT_S))
+        except grpc.RpcError:
+            return False
+
+    async def close(self) -> None:
+        await self._channel.close(None)
+
+    @contextmanager
+    def failures(self) -> Iterator[None]:
+        """Raises NeoflexError for a failed call."""
+        try:
+            yield
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
+                self._model = None
+                self._tokens = {}
+            raise errors.from_call(error, self.address) from error
+
+    async def _call(self, call: Awaitable[_Response]) -> _Response:
+        with self.failures():
+            return await call

@@ -1,0 +1,243 @@
+"""Callers that hang up, servers that stop, and the process itself."""
+
+import asyncio
+import contextlib
+import json
+import random
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from support.fake_planner import Answer, FakePlanner, RunningPlanner
+from support.stacks import own_environment
+
+from gateway_svc.__main__ import _is_local
+from gateway_svc.server import GatewayServer, listening_socket
+from svc_common.config import GatewayConfig
+from svc_common.grpc_server import ListenError
+
+HI: Any = [{"role": "user", "content": "Hi"}]
+CHAT = "/v1/chat/completions"
+
+
+async def cancelled(fake: FakePlanner, times: int = 1) -> None:
+    async with asyncio.timeout(30):
+        for _ in range(times):
+            await fake.cancelled.acquire()
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_hanging_up_ends_a_stream(n: int, http: httpx2.AsyncClient, fake: FakePlanner) -> None:
+    fake.answer = Answer(hold=asyncio.Event())
+    body = {"messages": HI, "stream": True, "n": n}
+    async with http.stream("POST", CHAT, json=body) as response:
+        await anext(response.aiter_bytes())
+    await cancelled(fake, n)
+    assert fake.running == 0
+    text = (await http.get("/metrics")).text
+    assert f'neoflex_http_requests_total{{method="POST",route="{CHAT}",status="499"}} 1.0' in text
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_hanging_up_ends_what_is_not_streamed(n: int, http: httpx2.AsyncClient, fake: FakePlanner) -> None:
+    fake.answer = Answer(hold=asyncio.Event())
+    posting = asyncio.create_task(http.post(CHAT, json={"messages": HI, "n": n}))
+    await fake.until_running(n)
+    posting.cancel()
+    await cancelled(fake, n)
+    assert fake.running == 0
+
+
+async def test_half_of_many_callers_hang_up(start_gateway: Any, fake: FakePlanner) -> None:
+    """At any moment; the others get their answers, and nothing goes on."""
+    fake.answer = Answer(pieces=["x"] * 30)
+    chance = random.Random(0)
+    limits = httpx2.Limits(max_connections=None)
+    async with httpx2.AsyncClient(base_url=await start_gateway(), limits=limits, timeout=60) as client:
+
+        async def call(number: int) -> str:
+            body = {"messages": HI, "stream": number % 4 < 2}
+            text = ""
+            async with client.stream("POST", CHAT, json=body) as response:
+                async for part in response.aiter_text():
+                    text += part
+                    if number % 2 and chance.random() < 0.3:
+                        return ""
+            return text
+
+        texts = await asyncio.gather(*(call(number) for number in range(60)))
+        for text in texts[::4]:
+            assert text.endswith("data: [DONE]\n\n")
+        for text in texts[2::4]:
+            assert json.loads(text)["choices"][0]["message"]["content"] == "x" * 30
+        await fake.until_running(0)
+        assert "neoflex_http_requests_in_flight 1.0" in (await client.get("/metrics")).text
+
+
+async def test_a_quiet_stream_is_kept_alive(
+    http: httpx2.AsyncClient, fake: FakePlanner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway_svc.answers._KEEP_ALIVE_S", 0.05)
+    hold = asyncio.Event()
+    fake.answer = Answer(hold=hold)
+    text = ""
+    async with http.stream("POST", CHAT, json={"messages": HI, "stream": True}) as response:
+        async for part in response.aiter_text():
+            text += part
+            if ": keep-alive" in text:
+                hold.set()
+    assert text.endswith("data: [DONE]\n\n")
+
+
+async def until_refused(address: str) -> None:
+    """Returns when nobody accepts connections there."""
+    host, _, port = address.partition(":")
+    with contextlib.suppress(ConnectionError):
+        while True:
+            _, writer = await asyncio.open_connection(host, int(port))
+            writer.close()
+
+
+async def test_stopping_lets_streams_end(planner: RunningPlanner) -> None:
+    hold = asyncio.Event()
+    planner.fake.answer = Answer(hold=hold)
+    server = GatewayServer(GatewayConfig(listen="127.0.0.1:0"), planner.address, grace_s=30)
+    await server.start()
+    async with httpx2.AsyncClient(base_url=f"http://{server.address}") as client:
+        async with client.stream("POST", CHAT, json={"messages": HI, "stream": True}) as response:
+            parts = response.aiter_text()
+            text = await anext(parts)
+            stopping = asyncio.create_task(server.stop())
+            await until_refused(server.address)
+            hold.set()
+            async for part in parts:
+                text += part
+        assert text.endswith("data: [DONE]\n\n")
+        await stopping
+
+
+async def test_stopping_ends_streams_whose_time_is_up(planner: RunningPlanner) -> None:
+    planner.fake.answer = Answer(hold=asyncio.Event())
+    server = GatewayServer(GatewayConfig(listen="127.0.0.1:0"), planner.address, grace_s=1)
+    await server.start()
+    async with (
+        httpx2.AsyncClient(base_url=f"http://{server.address}") as client,
+        client.stream("POST", CHAT, json={"messages": HI, "stream": True}) as response,
+    ):
+        await anext(response.aiter_text())
+        await server.stop()
+        await cancelled(planner.fake)
+
+
+async def test_a_unix_socket(planner: RunningPlanner, tmp_path: Path) -> None:
+    server = GatewayServer(GatewayConfig(listen=f"unix:{tmp_path}/http"), planner.address, grace_s=1)
+    await server.start()
+    transport = httpx2.AsyncHTTPTransport(uds=str(tmp_path / "http"))
+    async with httpx2.AsyncClient(transport=transport, base_url="http://gateway") as client:
+        assert (await client.post(CHAT, json={"messages": HI})).status_code == 200
+    await server.stop()
+
+
+async def test_answers_do_not_wait_for_acknowledgements() -> None:
+    with listening_socket("127.0.0.1:0") as listener:
+        transports: list[asyncio.BaseTransport] = []
+        accepted = asyncio.Event()
+
+        class Noting(asyncio.Protocol):
+            def connection_made(self, transport: asyncio.BaseTransport) -> None:
+                transports.append(transport)
+                accepted.set()
+
+        server = await asyncio.get_running_loop().create_server(Noting, sock=listener)
+        _, writer = await asyncio.open_connection(*listener.getsockname())
+        await accepted.wait()
+        connection = transports[0].get_extra_info("socket")
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+        writer.close()
+        server.close()
+
+
+async def test_a_taken_address(planner: RunningPlanner) -> None:
+    server = GatewayServer(GatewayConfig(listen=planner.address), planner.address, grace_s=1)
+    with pytest.raises(ListenError, match="Address already in use"):
+        await server.start()
+
+
+async def spawn(config: Path) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "gateway_svc",
+        "--config",
+        str(config),
+        stderr=asyncio.subprocess.PIPE,
+        env=own_environment(),
+    )
+
+
+async def test_the_process_serves_and_drains(planner: RunningPlanner, tmp_path: Path) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text(f'[planner]\nlisten = "{planner.address}"\n[gateway]\nlisten = "127.0.0.1:0"\n')
+    hold = asyncio.Event()
+    planner.fake.answer = Answer(hold=hold)
+    process = await spawn(config)
+    assert process.stderr is not None
+    try:
+        line = (await process.stderr.readline()).decode()
+        address = line.partition("listening on ")[2].partition(",")[0]
+        async with (
+            httpx2.AsyncClient(base_url=f"http://{address}") as client,
+            client.stream("POST", CHAT, json={"messages": HI, "stream": True}) as response,
+        ):
+            parts = response.aiter_text()
+            text = await anext(parts)
+            process.send_signal(signal.SIGTERM)
+            assert b"draining" in await process.stderr.readline()
+            hold.set()
+            async for part in parts:
+                text += part
+        assert text.endswith("data: [DONE]\n\n")
+        assert await process.wait() == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+@pytest.mark.parametrize(
+    ("gateway", "complaint"),
+    [
+        ('listen = "nobody"', "gateway.listen"),
+        ('api_keys_file = "/nowhere"', "gateway.api_keys_file: /nowhere: No such file"),
+        ("max_body_bytes = 1", "gateway.max_body_bytes"),
+    ],
+)
+async def test_what_cannot_be_served_is_said_in_one_line(gateway: str, complaint: str, tmp_path: Path) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text(f"[gateway]\n{gateway}\n")
+    process = await spawn(config)
+    _, errors = await process.communicate()
+    [line] = errors.decode().splitlines()
+    assert (process.returncode, line.startswith("gateway_svc: ")) == (2, True)
+    assert complaint in line
+
+
+@pytest.mark.parametrize(
+    ("address", "local"),
+    [
+        ("127.0.0.1:8000", True),
+        ("[::1]:8000", True),
+        ("localhost:8000", True),
+        ("unix:/run/http", True),
+        ("0.0.0.0:8000", False),
+        ("[::]:8000", False),
+        ("192.0.2.1:8000", False),
+        ("gateway:8000", False),
+    ],
+)
+def test_whom_an_address_lets_in(address: str, local: bool) -> None:
+    assert _is_local(address) is local
