@@ -50,8 +50,8 @@ class Grammars:
         if self._tokenizer is None:
             try:
                 self._tokenizer = self._load_tokenizer()
-            except ValueError as error:
-                raise GrammarError(f"the model's tokenizer is of a kind that knows no grammars: {error}") from error
+            except Exception as error:  # Whatever it is, answers without a grammar go on.
+                raise GrammarError(f"no grammar can be kept to with the model's tokenizer: {error}") from error
         return self._tokenizer
 
     def close(self) -> None:

@@ -23,8 +23,8 @@ _PROFILE_S = 900.0
 _OPEN_S = 180.0
 """A host pool of hundreds of GiB takes minutes to reserve."""
 _PROBE_S = 1.0
-_COMPILE_S = 60.0
-"""The first grammar waits until the tokenizer is read."""
+_COMPILE_S = 180.0
+"""The first grammar waits until the tokenizer is read, and one that was not kept takes a minute to convert."""
 
 
 class ExecutorLostError(Exception):

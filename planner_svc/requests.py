@@ -13,6 +13,7 @@ from planner_svc.constraints import Constraint
 from planner_svc.durations import seconds_of
 from planner_svc.refusals import too_long
 from planner_svc.request_class import parse_class
+from planner_svc.request_constraint import parse_constraint
 from planner_svc.request_sampling import check_sampling, resolve_sampling
 from planner_svc.scheduler import ServiceClass, Targets
 from planner_svc.violations import Violations
@@ -26,8 +27,6 @@ MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_STOP_TOKENS = 64
 MAX_LOGPROBS = 20
-MAX_CONSTRAINT_BYTES = 2**18
-MAX_CHOICES = 1024
 DEFAULT_MAX_TOKENS = 1024
 MAX_DETOKENIZE_TOKENS = 2**20
 _MAX_TIME_LIMIT_S = 315_576_000_000  # What google.protobuf.Duration allows.
@@ -102,7 +101,7 @@ def parse_generation(
     )
     check_sampling(message.sampling, limits.vocab_size, bad)
     _check_stopping(message.stopping, limits, bad)
-    constraint = _constraint(message, bad)
+    constraint = parse_constraint(message, bad)
     logprobs = _num_logprobs(message.output, "logprobs", bad)
     prompt_logprobs = _num_logprobs(message.output, "prompt_logprobs", bad)
     service_class, targets = parse_class(message, classes, bad)
@@ -212,44 +211,6 @@ def _num_logprobs(output: pb.OutputOptions, name: str, bad: Violations) -> int:
     value: int = getattr(output, name)
     bad.require(0 <= value <= MAX_LOGPROBS, f"request.output.{name}", f"must be in [0, {MAX_LOGPROBS}], is {value}")
     return value
-
-
-def _constraint(message: pb.GenerateRequest, bad: Violations) -> Constraint | None:
-    """What its form alone tells; whether it can be kept to is found out later."""
-    if not message.HasField("constraint"):
-        return None
-    constraint, kind = message.constraint, message.constraint.WhichOneof("kind")
-    bad.require(
-        kind is not None,
-        "request.constraint",
-        "exactly one of json_schema, json_object, regex, ebnf or choice is required",
-    )
-    bad.require(
-        not message.stopping.ignore_eos,
-        "request.stopping.ignore_eos",
-        "must not be set with a constraint, whose end is an end token",
-    )
-    num_bytes = constraint.ByteSize()
-    bad.require(
-        num_bytes <= MAX_CONSTRAINT_BYTES,
-        f"request.constraint.{kind}",
-        f"must be at most {MAX_CONSTRAINT_BYTES} bytes, is {num_bytes}",
-    )
-    if kind == "json_object":
-        bad.require(constraint.json_object, "request.constraint.json_object", "must be true, or absent")
-        return Constraint(kind)
-    if kind == "choice":
-        texts = tuple(constraint.choice.texts)
-        field = "request.constraint.choice.texts"
-        bad.require(1 <= len(texts) <= MAX_CHOICES, field, f"must be of 1 to {MAX_CHOICES} texts, is of {len(texts)}")
-        for index, text in enumerate(texts):
-            bad.require(bool(text), f"{field}[{index}]", "must not be empty")
-        return Constraint(kind, choices=texts)
-    if kind is None:
-        return None
-    text = getattr(constraint, kind)
-    bad.require(bool(text), f"request.constraint.{kind}", "must not be empty")
-    return Constraint(kind, text)
 
 
 def _check_stopping(options: pb.StoppingOptions, limits: Limits, bad: Violations) -> None:

@@ -204,6 +204,23 @@ def test_a_grammar_that_no_token_continues_fails_by_name() -> None:
         grammars.close()
 
 
+def test_a_tokenizer_that_can_t_be_read_fails_those_with_a_grammar_alone() -> None:
+    def load() -> LLTokenizer:
+        raise OSError("no such file")
+
+    grammars = Grammars(load, [3])
+    try:
+        table = SamplingTable(2, 20, grammars)
+        for slot, sampling in enumerate((Sampling(grammar="{}"), Sampling())):
+            table.insert(slot, NewSequence(slot, (0,), Tier.GPU, (), sampling), np.zeros(1, np.int32))
+        slots = np.arange(2)
+        tokens, _ = sample(torch.arange(20.0).repeat(2, 1), table.rows(slots), table.changes(slots))
+        assert tokens.tolist() == [3, 19]
+        assert table.failures(slots) == {0: "no grammar can be kept to with the model's tokenizer: no such file"}
+    finally:
+        grammars.close()
+
+
 def test_without_grammars_a_sequence_with_one_is_refused() -> None:
     table = SamplingTable(1, 10, None)
     new = NewSequence(3, (0,), Tier.GPU, (), Sampling(grammar="{}"))

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +14,7 @@ from support import tiny_tokenizers
 from svc_common.model.chat_template import ChatTemplateError, Turn
 from svc_common.model.spec import UnsupportedModelError
 from svc_common.model.store import ModelFiles, ModelNotFoundError, resolve
-from svc_common.model.tokenizer import IncrementalDecoder, Tokenizer, load_tokenizer
+from svc_common.model.tokenizer import IncrementalDecoder, Tokenizer, load_tokenizer, tokenizer_json
 
 BYTE_LEVEL = tiny_tokenizers.byte_level()
 BYTE_FALLBACK = tiny_tokenizers.byte_fallback()
@@ -109,6 +110,17 @@ def test_a_directory_is_loaded_as_it_is(tmp_path: Path) -> None:
     assert not (tmp_path / "unused").exists()
 
 
+def test_the_library_s_own_form_is_read_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_tokenizers.save(BYTE_LEVEL, tmp_path)
+
+    def refuse(*args: Any, **options: Any) -> Any:
+        raise AssertionError("transformers takes seconds")
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", refuse)
+    text = tokenizer_json(ModelFiles("tiny", tmp_path))
+    assert tokenizers.Tokenizer.from_str(text).encode("the abc").ids == Tokenizer(BYTE_LEVEL).encode("the abc")
+
+
 @pytest.mark.parametrize("text", [None, "{", "[]", "not JSON\nat all"])
 def test_a_missing_or_broken_tokenizer_is_said_in_one_line(text: str | None, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
@@ -179,3 +191,7 @@ def test_gguf_is_served_where_nothing_can_be_kept(
         assert unkept.decode(unkept.encode(text)) == kept.decode(kept.encode(text))
     assert unkept.encode_chat([Turn("user", "hi")]) == kept.encode_chat([Turn("user", "hi")])
     assert (unkept.vocab_size, unkept.eos_token_ids) == (kept.vocab_size, kept.eos_token_ids)
+    one, other = (
+        tokenizers.Tokenizer.from_str(tokenizer_json(gguf, tmp_path / name)) for name in ("cache", "elsewhere")
+    )
+    assert one.encode("naïve 日本").ids == other.encode("naïve 日本").ids == kept.encode("naïve 日本")
