@@ -72,6 +72,8 @@ class GenerationBody(Strict):
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
     structured_outputs: StructuredOutputs | None = None
+    cache_salt: str | None = None
+    """KV of what requests begin with is shared only where this is the same."""
 
     # NeoFlex's.
     service_class: str | None = None

@@ -104,7 +104,7 @@ def _copies(base: pb.GenerateRequest, body: GenerationBody, answer_id: str, firs
 
 def _base(body: GenerationBody, targets: pb.Targets | None, service_class: str) -> pb.GenerateRequest:
     """All but prompt, lengths and what to report."""
-    request = pb.GenerateRequest(service_class=service_class, targets=targets)
+    request = pb.GenerateRequest(service_class=service_class, targets=targets, cache_salt=body.cache_salt or "")
     for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
         if (value := getattr(body, name)) is not None:
             setattr(request.sampling, name, value)

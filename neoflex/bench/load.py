@@ -31,7 +31,7 @@ async def send_at_times(target: Target, arrivals: Sequence[Arrival], seed: int, 
     async def one(arrival: Arrival, prompt: list[int]) -> Record:
         record = Record(start_s + arrival.at_s, arrival.prompt_tokens)
         await asyncio.sleep(max(0.0, record.due_s - clock()))
-        await target.run(prompt, arrival.output_tokens, record)
+        await target.run(prompt, arrival, record)
         done()
         return record
 
@@ -51,7 +51,7 @@ async def send_in_turn(
     async def client() -> None:
         for arrival, prompt in waiting:
             record = Record(clock(), arrival.prompt_tokens)
-            await target.run(prompt, arrival.output_tokens, record)
+            await target.run(prompt, arrival, record)
             records.append(record)
             done()
 

@@ -11,6 +11,7 @@ from neoflex.aio import AsyncClient
 from neoflex.bench.record import Outcome, Record
 from neoflex.errors import NeoflexError, ResourceExhaustedError
 from neoflex.types import GenerateOptions
+from svc_common.workloads import Arrival
 
 _FEW_TOKENS = 10_000
 """Ids below this are in the vocabulary of any model that is served today."""
@@ -26,7 +27,7 @@ class Target(Protocol):
     vocabulary_size: int
     """Prompts are made of ids below it."""
 
-    async def run(self, prompt: list[int], output_tokens: int, record: Record) -> None:
+    async def run(self, prompt: list[int], arrival: Arrival, record: Record) -> None:
         """Sends one request and notes in `record` what becomes of it. Never raises for what the server does."""
         ...
 
@@ -40,17 +41,17 @@ class GrpcTarget:
 
     def __init__(self, address: str, service_class: str | None) -> None:
         self._client = AsyncClient(address, max_retries=0)  # A refusal is what is counted.
-        self._options = GenerateOptions(ignore_eos=True, temperature=1.0)
-        if service_class is not None:
-            self._options["service_class"] = service_class
+        self._service_class = service_class
 
     async def connect(self) -> None:
         """Raises NeoflexError where nobody answers."""
         self.vocabulary_size = (await self._client.model_info()).vocabulary_size
 
-    async def run(self, prompt: list[int], output_tokens: int, record: Record) -> None:
+    async def run(self, prompt: list[int], arrival: Arrival, record: Record) -> None:
         clock = asyncio.get_running_loop().time
-        options = self._options | GenerateOptions(token_ids=prompt, max_tokens=output_tokens)
+        options = GenerateOptions(token_ids=prompt, max_tokens=arrival.output_tokens, ignore_eos=True, temperature=1.0)
+        if service_class := arrival.class_name or self._service_class:
+            options["service_class"] = service_class
         stream = self._client.stream(**options)
         try:
             async with stream:
@@ -75,8 +76,7 @@ class HttpTarget:
 
     def __init__(self, base_url: str, model: str | None, api_key: str | None, service_class: str | None) -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        if service_class is not None:
-            headers["x-service-class"] = service_class
+        self._service_class = service_class
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
         timeout = httpx2.Timeout(None, connect=_CONNECT_S)
         self._base_url = base_url.rstrip("/")
@@ -96,18 +96,21 @@ class HttpTarget:
         except (ValueError, LookupError, TypeError) as error:
             raise TargetError(f"--http: {self._base_url}/models does not list models") from error
 
-    async def run(self, prompt: list[int], output_tokens: int, record: Record) -> None:
+    async def run(self, prompt: list[int], arrival: Arrival, record: Record) -> None:
+        service_class = arrival.class_name or self._service_class
+        headers = {"x-service-class": service_class} if service_class else {}
         body = {
             "model": self._model,
             "prompt": prompt,
-            "max_tokens": output_tokens,
+            "max_tokens": arrival.output_tokens,
             "ignore_eos": True,
             "temperature": 1.0,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
         try:
-            async with self._client.stream("POST", f"{self._base_url}/completions", json=body) as answer:
+            url = f"{self._base_url}/completions"
+            async with self._client.stream("POST", url, json=body, headers=headers) as answer:
                 if answer.is_success:
                     await self._take(answer, record)
                     return

@@ -65,7 +65,9 @@ def bench(
     warm_up: Annotated[int, typer.Option(min=0, help="Requests before those that count.")] = 2,
     ttft: Annotated[float | None, typer.Option(min=0, help="Target in seconds; with --tpot goodput is shown.")] = None,
     tpot: Annotated[float | None, typer.Option(min=0, help="Target in seconds per token.")] = None,
-    service_class: Annotated[str | None, typer.Option("--class", help="Service class of all requests.")] = None,
+    service_class: Annotated[
+        str | None, typer.Option("--class", help="Service class of requests whose workload names none.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line for each run.")] = False,
     png: Annotated[Path | None, typer.Option(help="Draw latency and throughput against the load.")] = None,

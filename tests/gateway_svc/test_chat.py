@@ -105,6 +105,7 @@ async def test_every_option_reaches_the_planner(openai: AsyncOpenAI, fake: FakeP
             "stop_token_ids": [3, 4],
             "ignore_eos": True,
             "service_class": "batch",
+            "cache_salt": "tenant 7",
         },
     )
     [request] = fake.requests
@@ -126,6 +127,7 @@ async def test_every_option_reaches_the_planner(openai: AsyncOpenAI, fake: FakeP
     )
     assert request.output == pb.OutputOptions(logprobs=2)
     assert request.service_class == "batch"
+    assert request.cache_salt == "tenant 7"
     assert not request.HasField("targets")
 
 

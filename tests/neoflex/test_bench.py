@@ -33,7 +33,7 @@ class CountingTarget:
         self._most = most
         self._full = asyncio.Event()
 
-    async def run(self, prompt: list[int], output_tokens: int, record: Record) -> None:
+    async def run(self, prompt: list[int], arrival: Arrival, record: Record) -> None:
         self.prompts.append(prompt)
         self.running += 1
         self.most_running = max(self.most_running, self.running)
@@ -42,7 +42,7 @@ class CountingTarget:
         await self._full.wait()
         await asyncio.sleep(0)
         self.running -= 1
-        record.outcome, record.output_tokens = Outcome.FINISHED, output_tokens
+        record.outcome, record.output_tokens = Outcome.FINISHED, arrival.output_tokens
         record.piece_s = [record.due_s + 1.0]
 
     async def aclose(self) -> None:
@@ -116,7 +116,7 @@ async def test_requests_go_out_at_their_times_whatever_runs() -> None:
 def test_grpc_server(server: InferenceServer, run: Run, tmp_path: Path) -> None:
     png = tmp_path / "bench.png"
     ended = run(
-        *("bench", "--address", server.address, "--workload", "poisson:requests=4,prompt=6,output=3"),
+        *("bench", "--address", server.address, "--workload", "poisson:requests=4,prompt=6,output=3,class=chat"),
         *("--rate", "0,1000", "--ttft", "60", "--tpot", "60", "--json", "--png", str(png)),
     )
     assert ended.code == 0, ended.err
@@ -130,6 +130,7 @@ def test_grpc_server(server: InferenceServer, run: Run, tmp_path: Path) -> None:
     assert len(request.token_ids.ids) == 6
     assert request.stopping.ignore_eos
     assert request.stopping.max_tokens == 3
+    assert request.service_class == "chat"
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
