@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from neoflex.cli import demo, generate, model, simulate, status, trace, up
+from neoflex.cli import demo, generate, model, plan, simulate, status, trace, up
 from neoflex.cli.output import fail
 from neoflex.errors import NeoflexError
 from neoflex.supervisor import StackError
@@ -24,6 +24,7 @@ app.command()(status.status)
 app.command()(trace.trace)
 app.command()(demo.demo)
 app.command(context_settings=simulate.PASSED_ON)(simulate.simulate)
+app.command(context_settings=simulate.PASSED_ON)(plan.plan)
 app.add_typer(model.app, name="model")
 
 

@@ -40,7 +40,7 @@ class LayerFigures:
         """Expected number of different experts that a batch goes to, if each token picks evenly at random."""
         if not self.num_experts:
             return 0.0
-        missed = (1 - self.experts_per_token / self.num_experts) ** num_tokens
+        missed: float = (1 - self.experts_per_token / self.num_experts) ** num_tokens
         return self.num_experts * (1 - missed)
 
     def seen_tokens(self, context_tokens: float) -> float:

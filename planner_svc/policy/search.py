@@ -71,7 +71,7 @@ class PolicySearch:
         """Steps from the best of the kinds in all three numbers, ever smaller, as long as one helps."""
         step = max(1, self._num_layers // 4)
         while step:
-            if not any([self._try(policy, mix, found) for policy in self._around(found[kinds].policy, step)]):
+            if not any(self._try(policy, mix, found) for policy in self._around(found[kinds].policy, step)):
                 step //= 2
 
     def _around(self, policy: ExecutionPolicy, step: int) -> Iterator[ExecutionPolicy]:
