@@ -26,6 +26,8 @@ _GROUP_COLOURS = (("#1f5fa8", "#7fb2e5"), ("#c2571a", "#f2ae7e"))
 _STEP_COLOURS = {Step.WEIGHTS: "#2c7a4b", Step.HIDDEN: "#8a4fae", Step.KV: "#b0892f", Step.HEAD: "#6b6b6b"}
 _LEAST_SHARE = 0.02
 """Of the width, that a bar with a number has."""
+_LEAST_EDGED = 0.004
+"""Of a bar that its own edges would not hide."""
 
 
 def draw(title: str, estimator: PolicyEstimator, best: Prediction, paths: Sequence[Path]) -> None:
@@ -61,7 +63,7 @@ def _draw_phase(axes: Axes, timeline: Timeline) -> None:
             height=_HEIGHT,
             color=_colour(item),
             edgecolor="white",
-            linewidth=0.3,
+            linewidth=0.3 if width_s > _LEAST_EDGED * length_s else 0.0,
         )
         if item.layer >= 0 and width_s > _LEAST_SHARE * length_s:
             middle_ms = at_ms + width_s * 500
