@@ -57,7 +57,7 @@ class GpuSection(_Section):
     """The host that it stands beside where none is named."""
     reserved: Annotated[ByteSize, Field(ge=0)] = ByteSize(2**30)
     """Of its memory, for context and libraries."""
-    linear_shares: _Curve = ((16, 0.1), (128, 0.45), (1024, 0.6))
+    linear_shares: _Curve = ((16, 0.15), (128, 0.45), (1024, 0.6))
     """[tokens, share of FLOP/s] that linear operations reach."""
     attention_share: _Share = 0.35
     """Of FLOP/s, in attention of prompts."""

@@ -83,20 +83,19 @@ class PolicySearch:
                 yield ExecutionPolicy(resident, prefill, decode)
 
     def _resident_layers(self, prefill_cpu: int, decode_cpu: int, mix: RequestMix) -> Iterator[int]:
-        """Numbers to try. More are never slower while all KV lies on the GPU, or none."""
+        """Numbers to try: all that some phase computes on the GPU, which then streams nothing and needs no buffers; or
+        fewer, of which more are never slower while all KV lies on the GPU, or none.
+        """
         most = self._num_layers - prefill_cpu
-        with_kv = self._most(prefill_cpu, decode_cpu, mix, most, needs_kv=True)
-        without = self._most(prefill_cpu, decode_cpu, mix, most, needs_kv=False)
-        if without < 0:
-            return
-        lowest = max(0, with_kv)
-        yield from sorted(
-            {lowest + (without - lowest) * place // _RESIDENT_STEPS for place in range(_RESIDENT_STEPS + 1)},
-            reverse=True,
-        )
+        yield most
+        with_kv = max(0, self._most(prefill_cpu, decode_cpu, mix, most - 1, needs_kv=True))
+        without = self._most(prefill_cpu, decode_cpu, mix, most - 1, needs_kv=False)
+        if without >= 0:
+            span = without - with_kv
+            yield from sorted({with_kv + span * place // _RESIDENT_STEPS for place in range(_RESIDENT_STEPS + 1)})
 
     def _most(self, prefill_cpu: int, decode_cpu: int, mix: RequestMix, most: int, *, needs_kv: bool) -> int:
-        """Resident layers that fit the GPU, beside all KV or beside what there is room for; -1: not even none."""
+        """Resident layers, up to `most`, that fit the GPU beside buffers and all KV, or what of it has room; -1: none."""
         low, high = -1, most
         while low < high:
             middle = (low + high + 1) // 2
