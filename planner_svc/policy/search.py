@@ -95,7 +95,7 @@ class PolicySearch:
             yield from sorted({with_kv + span * place // _RESIDENT_STEPS for place in range(_RESIDENT_STEPS + 1)})
 
     def _most(self, prefill_cpu: int, decode_cpu: int, mix: RequestMix, most: int, *, needs_kv: bool) -> int:
-        """Resident layers, up to `most`, that fit the GPU beside buffers and all KV, or what of it has room; -1: none."""
+        """Resident layers, up to `most`, that fit the GPU beside all KV, or what of it has room; -1: not even none."""
         low, high = -1, most
         while low < high:
             middle = (low + high + 1) // 2

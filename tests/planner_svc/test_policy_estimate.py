@@ -1,6 +1,7 @@
 """Times, traffic and memory of execution policies against numbers worked out by hand."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -58,7 +59,7 @@ def test_partitioned_decode_goes_through_both_processors():
 
 
 def test_two_groups_where_arithmetic_bounds_both_sides():
-    # 4,000 sequences: the GPU's layers take 0.04 s of arithmetic, the CPU's (at half its rate) 0.08 s; halves take half.
+    # 4,000 sequences: the GPU's layers take 0.04 s of arithmetic, the CPU's at half its rate 0.08 s; halves half.
     figures = estimator(cpu_flops=5e13, gpu_per_s=1e15, cpu_per_s=1e15, link_per_s=1e15, hop_s=0.0)
     mix = RequestMix(1, 3, 4000, 10_000)
     found = figures.predict(ExecutionPolicy(2, 2, 2), mix).decode
@@ -209,7 +210,7 @@ def test_a_timeline_is_one_iteration_of_its_phase():
     assert first.end_s == pytest.approx(found.prefill.total_s)
     for lane in Lane:
         own = sorted((item.start_s, item.end_s) for item in first.segments if item.lane is lane)
-        assert all(early[1] <= late[0] + 1e-12 for early, late in zip(own, own[1:], strict=False))
+        assert all(early[1] <= late[0] + 1e-12 for early, late in pairwise(own))
 
 
 policies = st.integers(1, 7).flatmap(
