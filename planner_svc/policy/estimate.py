@@ -171,7 +171,7 @@ class PolicyEstimator:
             work = make(num_groups)
             lanes = Lanes(work.iteration)
             first_s = settled_s = lanes.run()
-            if work.iteration.first_resident > cpu_layers:
+            if work.iteration.first_held > cpu_layers:
                 ends = [lanes.run() for _ in range(_SETTLED)]
                 settled_s = ends[-1] - ends[-2]
             total_s = num_iterations * settled_s

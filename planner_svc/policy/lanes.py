@@ -76,7 +76,8 @@ class IterationWork:
 
     num_layers: int
     cpu_layers: int
-    first_resident: int
+    first_held: int
+    """The first layer whose weights stay on the GPU."""
     stream_s: Sequence[float]
     """Of each layer's weights over the link."""
     groups: tuple[GroupTimes, ...]
@@ -91,7 +92,7 @@ class Lanes:
         self._work = work
         self._records = records
         self._free = dict.fromkeys(Lane, 0.0)
-        streamed = range(work.cpu_layers, work.first_resident)
+        streamed = range(work.cpu_layers, work.first_held)
         self._streamed = tuple(streamed)
         self._next = 0
         """Of the ring: place in `_streamed` of the next transfer."""
@@ -141,7 +142,7 @@ class Lanes:
         """When the group has its tokens."""
         work = self._work
         for layer in range(work.cpu_layers, work.num_layers):
-            is_streamed = layer < work.first_resident
+            is_streamed = layer < work.first_held
             if is_streamed:
                 at_s = max(at_s, self._arrivals.popleft())
             at_s = self._occupy(Lane.UP, Step.KV, at_s, group.kv_up_s[layer], number, layer)

@@ -7,8 +7,8 @@ from planner_svc.policy.machine import Machine
 from planner_svc.policy.mix import RequestMix
 from svc_common.policy import ExecutionPolicy
 
-_NUM_BUFFERS = 2
-"""Of streamed layers: one computes while the next arrives."""
+NUM_BUFFERS = 2
+"""Of streamed layers: one computes while the next arrives. No more layers than that stay in them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,13 @@ class MemoryUse:
         return self.gpu.total <= machine.gpu.memory_bytes and self.host.total <= machine.cpu.memory_bytes
 
 
+def first_held(num_layers: int, policy: ExecutionPolicy) -> int:
+    """The first of the layers that no iteration streams: those that are resident, or that the buffers hold for good."""
+    first_resident = num_layers - policy.resident_layers
+    first_on_gpu = min(policy.prefill_cpu_layers, policy.decode_cpu_layers)
+    return first_on_gpu if first_resident - first_on_gpu <= NUM_BUFFERS else first_resident
+
+
 def memory_use(model: DecoderFigures, machine: Machine, policy: ExecutionPolicy, mix: RequestMix) -> MemoryUse:
     """With as many sequences' KV on the GPU as it has room for. Whether it fits is for the caller to see.
 
@@ -52,7 +59,8 @@ def memory_use(model: DecoderFigures, machine: Machine, policy: ExecutionPolicy,
     crosses = policy.prefill_cpu_layers != decode_cpu
     fixed = TierUse(
         weights=resident + model.vocabulary_bytes,
-        buffers=_NUM_BUFFERS * max(streamed, default=0) + (_NUM_BUFFERS * kv_layer * num_tokens if crosses else 0),
+        buffers=min(NUM_BUFFERS, len(streamed)) * max(streamed, default=0)
+        + (NUM_BUFFERS * kv_layer * num_tokens if crosses else 0),
         activations=model.activation_bytes_per_token * num_tokens + model.logit_bytes * mix.num_sequences,
     )
     upper_kv = mix.sequence_tokens * (model.kv_sums[-1] - model.kv_sums[decode_cpu])

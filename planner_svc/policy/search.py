@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from planner_svc.policy.estimate import PolicyEstimator, Prediction
+from planner_svc.policy.memory import NUM_BUFFERS
 from planner_svc.policy.mix import RequestMix
 from svc_common.policy import ExecutionPolicy, PolicyKind
 
@@ -83,13 +84,14 @@ class PolicySearch:
                 yield ExecutionPolicy(resident, prefill, decode)
 
     def _resident_layers(self, prefill_cpu: int, decode_cpu: int, mix: RequestMix) -> Iterator[int]:
-        """Numbers to try: all that some phase computes on the GPU, which then streams nothing and needs no buffers; or
-        fewer, of which more are never slower while all KV lies on the GPU, or none.
+        """Numbers to try: all that some phase computes on the GPU, which then needs no buffers, or enough fewer to
+        stream; of these more are never slower while all KV lies on the GPU, or none.
         """
         most = self._num_layers - prefill_cpu
         yield most
-        with_kv = max(0, self._most(prefill_cpu, decode_cpu, mix, most - 1, needs_kv=True))
-        without = self._most(prefill_cpu, decode_cpu, mix, most - 1, needs_kv=False)
+        most -= NUM_BUFFERS + 1
+        with_kv = max(0, self._most(prefill_cpu, decode_cpu, mix, most, needs_kv=True))
+        without = self._most(prefill_cpu, decode_cpu, mix, most, needs_kv=False)
         if without >= 0:
             span = without - with_kv
             yield from sorted({with_kv + span * place // _RESIDENT_STEPS for place in range(_RESIDENT_STEPS + 1)})

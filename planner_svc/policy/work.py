@@ -6,6 +6,7 @@ from planner_svc.policy.costs import GroupLoad, attention_s, decode_attention_s,
 from planner_svc.policy.figures import DecoderFigures, LayerFigures
 from planner_svc.policy.lanes import GroupTimes, IterationWork, Lane
 from planner_svc.policy.machine import Machine
+from planner_svc.policy.memory import first_held
 from planner_svc.policy.mix import RequestMix
 from svc_common.policy import ExecutionPolicy
 
@@ -85,12 +86,12 @@ def decode_work(
 
 def _work(model: DecoderFigures, machine: Machine, policy: ExecutionPolicy, load: _Load, num_groups: int) -> PhaseWork:
     num_layers, cpu_layers = model.num_layers, load.cpu_layers
-    first_resident = num_layers - policy.resident_layers
+    held = max(cpu_layers, first_held(num_layers, policy))
     new, past = (
         _kv_bytes(model, policy, load, load.new_host_tokens),
         _kv_bytes(model, policy, load, load.past_host_tokens),
     )
-    streamed = [layer.weight_bytes for layer in model.layers[cpu_layers:first_resident]]
+    streamed = [layer.weight_bytes for layer in model.layers[cpu_layers:held]]
     hidden_bytes = model.hidden_bytes * load.group.num_tokens if cpu_layers else 0.0
     up_bytes = num_groups * (sum(streamed) + hidden_bytes) + sum(past)
     down_bytes = num_groups * hidden_bytes + sum(new)
@@ -110,7 +111,7 @@ def _work(model: DecoderFigures, machine: Machine, policy: ExecutionPolicy, load
     iteration = IterationWork(
         num_layers=num_layers,
         cpu_layers=cpu_layers,
-        first_resident=max(cpu_layers, first_resident),
+        first_held=held,
         stream_s=stream_s,
         groups=(group,) * num_groups,
         hop_s=machine.link.hop_s,

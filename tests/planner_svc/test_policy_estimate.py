@@ -43,11 +43,21 @@ def test_streamed_decode_takes_what_its_weights_take_on_the_link():
 
 
 def test_resident_layers_hide_the_first_transfers_of_the_next_iteration():
-    # Two buffers: layer 1's weights arrive 0.2 s after layer 0's, all else of the iteration runs beside.
-    found = estimator().predict(ExecutionPolicy(2), MIX).decode
-    assert found.iteration_s == pytest.approx(2 * 1e9 / 5e9)
-    fast = estimator(link_per_s=1e12).predict(ExecutionPolicy(2), MIX).decode
-    assert fast.iteration_s == pytest.approx(4 * GPU_LAYER_S + 0.01 + 0.002)
+    # Weights cross the link one after another all the time, all else of the iteration runs beside.
+    found = estimator(6).predict(ExecutionPolicy(2), MIX).decode
+    assert found.iteration_s == pytest.approx(4 * 1e9 / 5e9)
+    fast = estimator(6, link_per_s=1e12).predict(ExecutionPolicy(2), MIX).decode
+    assert fast.iteration_s == pytest.approx(6 * GPU_LAYER_S + 0.01 + 0.002)
+
+
+def test_two_streamed_layers_stay_in_the_two_buffers():
+    found = estimator().predict(ExecutionPolicy(2), MIX)
+    assert found.decode.up_bytes == found.prefill.up_bytes == 0
+    assert found.decode.iteration_s == pytest.approx(4 * GPU_LAYER_S + 0.01 + 0.002)
+    assert found.memory.gpu.buffers == 2e9
+    assert estimator().memory(ExecutionPolicy(3), MIX).gpu.buffers == 1e9
+    # Prefill streams layers that decode computes on the CPU: the buffers are no place to stay.
+    assert estimator(6).predict(ExecutionPolicy(2, 0, 2), MIX).decode.up_bytes > 2e9
 
 
 def test_partitioned_decode_goes_through_both_processors():
@@ -69,10 +79,10 @@ def test_two_groups_where_arithmetic_bounds_both_sides():
 
 
 def test_prefill_streams_first_and_then_computes_what_is_resident():
-    found = estimator().predict(ExecutionPolicy(2), MIX)
+    found = estimator(6).predict(ExecutionPolicy(2), MIX)
     layer_s = 0.01 + 2 * 5050 * 1e6 / 1e13
     assert found.prefill.kind is PolicyKind.OFFLOAD
-    assert found.ttft_s == pytest.approx(0.4 + layer_s + 2 * layer_s + 0.01 + 0.002)
+    assert found.ttft_s == pytest.approx(4 * 0.2 + layer_s + 2 * layer_s + 0.01 + 0.002)
 
 
 def test_kv_of_prompts_goes_down_to_the_layers_that_decode_on_the_cpu():
