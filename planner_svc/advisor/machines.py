@@ -134,6 +134,7 @@ def _machine(name: str, gpu: GpuSection, host: HostSection) -> Machine:
             linear=RateCurve(tuple((tokens, share * gpu.flops_per_s) for tokens, share in gpu.linear_shares)),
             attention_flops_per_s=gpu.attention_share * gpu.flops_per_s,
             bytes_per_s=gpu.bandwidth_share * gpu.bytes_per_s,
+            kv_bytes_per_s=gpu.bandwidth_share * gpu.bytes_per_s,
             memory_bytes=max(0, gpu.memory - gpu.reserved),
             layer_s=gpu.layer_s,
         ),
@@ -142,6 +143,7 @@ def _machine(name: str, gpu: GpuSection, host: HostSection) -> Machine:
             # Attention of prompts runs on vectors, as linear operations of few tokens do.
             attention_flops_per_s=host.linear[0][1],
             bytes_per_s=host.bytes_per_s,
+            kv_bytes_per_s=host.bytes_per_s,
             memory_bytes=host.memory,
             layer_s=host.layer_s,
         ),

@@ -50,7 +50,7 @@ def attention_s(layer: LayerFigures, processor: Processor, load: GroupLoad, num_
     if load.num_prompts:
         flop = load.num_prompts * layer.prompt_pairs(load.prompt_tokens) * layer.pair_flop
         num_bytes = load.num_prompts * load.prompt_tokens * layer.kv_bytes_per_token
-        prompts_s = max(flop / processor.attention_flops_per_s, num_bytes / processor.bytes_per_s)
+        prompts_s = max(flop / processor.attention_flops_per_s, num_bytes / processor.kv_bytes_per_s)
     return prompts_s + decode_attention_s(layer, processor, num_decodes, load.context_tokens)
 
 
@@ -58,7 +58,7 @@ def decode_attention_s(layer: LayerFigures, processor: Processor, num_decodes: f
     """K and V of all tokens they see are read once."""
     if num_decodes <= 0:
         return 0.0
-    return num_decodes * layer.seen_tokens(context_tokens) * layer.kv_bytes_per_token / processor.bytes_per_s
+    return num_decodes * layer.seen_tokens(context_tokens) * layer.kv_bytes_per_token / processor.kv_bytes_per_s
 
 
 def head_s(model: DecoderFigures, gpu: Processor, num_outputs: float) -> float:

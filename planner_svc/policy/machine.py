@@ -52,11 +52,15 @@ class Processor:
     attention_flops_per_s: float
     """In attention of prompts; that of decodes is bound by reading KV."""
     bytes_per_s: float
-    """Sustained, from its own memory."""
+    """Sustained, of weights from its own memory; infinite where `linear` was measured with reading them."""
+    kv_bytes_per_s: float
+    """Likewise of KV in attention of decodes."""
     memory_bytes: int
     """That weights, KV and activations may take together."""
     layer_s: float = 0.0
     """Of each layer, whatever is in it: launches, or the fork and join of threads."""
+    kv_bytes: int | None = None
+    """Of a KV cache of fixed size in that memory; None: KV takes what there is of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,4 +100,5 @@ def _mean_rate(num_bytes: float, beside: float, alone_per_s: float, both_per_s: 
     """Of bytes some of which share the link."""
     if num_bytes <= 0:
         return alone_per_s
-    return num_bytes / (beside / min(both_per_s, alone_per_s) + (num_bytes - beside) / alone_per_s)
+    seconds = beside / min(both_per_s, alone_per_s) + (num_bytes - beside) / alone_per_s
+    return num_bytes / seconds if seconds > 0 else alone_per_s

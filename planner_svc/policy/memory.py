@@ -1,6 +1,6 @@
 """Which memory a policy takes on either side, and how many sequences' KV the GPU has room for."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner_svc.policy.figures import DecoderFigures
 from planner_svc.policy.machine import Machine
@@ -34,6 +34,9 @@ class MemoryUse:
     """Of the mix, whose KV of the GPU's layers lies on the host, where the CPU attends over it (NEO)."""
 
     def fits(self, machine: Machine) -> bool:
+        host_pool = machine.cpu.kv_bytes
+        if host_pool is not None and self.host.kv > host_pool:
+            return False
         return self.gpu.total <= machine.gpu.memory_bytes and self.host.total <= machine.cpu.memory_bytes
 
 
@@ -66,12 +69,14 @@ def memory_use(model: DecoderFigures, machine: Machine, policy: ExecutionPolicy,
     upper_kv = mix.sequence_tokens * (model.kv_sums[-1] - model.kv_sums[decode_cpu])
     lower_kv = mix.sequence_tokens * model.kv_sums[decode_cpu]
     on_gpu = mix.num_sequences
+    pool_bytes = machine.gpu.kv_bytes
     if upper_kv:
-        on_gpu = max(0, min(on_gpu, (machine.gpu.memory_bytes - fixed.total) // upper_kv))
+        room_bytes = machine.gpu.memory_bytes - fixed.total if pool_bytes is None else pool_bytes
+        on_gpu = max(0, min(on_gpu, room_bytes // upper_kv))
     on_host = mix.num_sequences - on_gpu
     runs_cpu_layers = max(policy.prefill_cpu_layers, decode_cpu) > 0
     return MemoryUse(
-        gpu=TierUse(fixed.weights, fixed.buffers, on_gpu * upper_kv, fixed.activations),
+        gpu=replace(fixed, kv=on_gpu * upper_kv if pool_bytes is None else pool_bytes),
         host=TierUse(
             weights=model.weight_sums[first_resident],
             kv=on_host * upper_kv + mix.num_sequences * lower_kv,

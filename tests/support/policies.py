@@ -43,7 +43,7 @@ def machine(
     both_share: float = 0.8,
 ) -> Machine:
     """The GPU reads ten times as fast as the CPU and computes a hundred times as fast."""
-    gpu = Processor(RateCurve(((1, 1e14),)), 1e13, gpu_per_s, int(gpu_bytes))
+    gpu = Processor(RateCurve(((1, 1e14),)), 1e13, gpu_per_s, gpu_per_s, int(gpu_bytes))
     return Machine(
         name="box",
         gpu=gpu,
@@ -52,6 +52,7 @@ def machine(
             linear=RateCurve(((1, cpu_flops),)),
             attention_flops_per_s=1e11,
             bytes_per_s=cpu_per_s,
+            kv_bytes_per_s=cpu_per_s,
             memory_bytes=int(host_bytes),
         ),
         link=Link(link_per_s, link_per_s, both_share * link_per_s, hop_s),
