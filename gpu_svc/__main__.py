@@ -99,7 +99,7 @@ def make_executor(config: Config) -> Executor:
     host_dtype = None if config.kv.host_dtype == "auto" else KV_DTYPES[config.kv.host_dtype]
     shape = KvShape.of(spec, config.kv.block_tokens, kv_dtype, host_dtype)
     check_kv_sizes(config, shape.block_bytes, shape.host_block_bytes, _memory_bytes(device))
-    executor = Executor(decoder, shape, config.gpu.kv_bytes, table_cache(config))
+    executor = Executor(decoder, shape, config.gpu.kv_bytes, table_cache(config), config.cpu_attn.kv_bytes)
     logger.info(
         "%s (%s) on %s with %d threads: %s, KV %s, on the host %s; weights %d bytes; GPU KV %d blocks of %d bytes "
         "in %d",
@@ -111,7 +111,7 @@ def make_executor(config: Config) -> Executor:
         dtype_name(kv_dtype),
         dtype_name(shape.host_dtype),
         executor.weight_bytes,
-        executor.num_gpu_blocks,
+        executor.num_gpu_blocks(),
         shape.block_bytes,
         config.gpu.kv_bytes,
     )

@@ -11,10 +11,12 @@ from gpu_svc.epoch import Epoch
 from gpu_svc.host_tier import HostTier
 from gpu_svc.kv_cache import GpuKvCache, KvShape
 from gpu_svc.limits import InvalidPlanError, Limits
+from gpu_svc.lower_pool import num_gpu_blocks
 from gpu_svc.recorder import NO_RECORDER, Recorder
 from gpu_svc.tables import Tables
 from svc_common.decoder.decoder import Decoder
 from svc_common.plan import ExecutionError, IterationPlan, IterationResult, Tier
+from svc_common.policy import ExecutionPolicy
 from svc_common.tensor_plane import PlaneError
 from svc_common.trace import TraceKind
 
@@ -45,23 +47,34 @@ class Executor:
     """
 
     def __init__(
-        self, decoder: Decoder, kv_shape: KvShape, gpu_kv_bytes: int, table_cache: "TableCache | None" = None
+        self,
+        decoder: Decoder,
+        kv_shape: KvShape,
+        gpu_kv_bytes: int,
+        table_cache: "TableCache | None" = None,
+        host_kv_bytes: int = 0,
     ) -> None:
-        """`gpu_kv_bytes` caps the GPU's KV cache. Without `table_cache` operations are measured each time."""
+        """`gpu_kv_bytes` caps the GPU's KV cache, `host_kv_bytes` is what the CPU attention service has for KV.
+
+        Without `table_cache` operations are measured each time.
+        """
         self.decoder = decoder
         self.kv_shape = kv_shape
         self.weight_bytes = decoder.weight_bytes
         self.last_epoch = 0
+        self.resident = ExecutionPolicy(decoder.spec.num_layers)
+        """All layers on the device."""
         self._gpu_kv_cap_bytes = gpu_kv_bytes
+        self._host_kv_bytes = host_kv_bytes
         self._table_cache = table_cache
         self._epoch: Epoch | None = None
         self._last_end_ns = 0
         self._recorder = Recorder(decoder.spec.num_layers)
 
-    @property
-    def num_gpu_blocks(self) -> int:
-        """Blocks that fit under the cap."""
-        return self._gpu_kv_cap_bytes // self.kv_shape.block_bytes
+    def num_gpu_blocks(self, policy: ExecutionPolicy | None = None) -> int:
+        """Of the GPU's tier under a policy; with all layers on the device, those that fit under the cap."""
+        cpu_layers = policy.decode_cpu_layers if policy else 0
+        return num_gpu_blocks(self.kv_shape, self._gpu_kv_cap_bytes, self._host_kv_bytes, cpu_layers)
 
     def close_epoch(self) -> None:
         """Drops all sequences, the cache and the host tier."""
@@ -69,11 +82,18 @@ class Executor:
             self._epoch.host.close()
         self._epoch = None
 
-    def open_epoch(self, number: int, limits: Limits, host: HostTier | None) -> None:
-        """Starts afresh, with `host` attached where there is one."""
+    def open_epoch(
+        self, number: int, limits: Limits, host: HostTier | None, policy: ExecutionPolicy | None = None
+    ) -> None:
+        """Starts afresh, with `host` attached where there is one; where the policy has CPU layers there is."""
         self.close_epoch()  # Both caches at once would exceed the cap.
-        cache = GpuKvCache(self.kv_shape, self._gpu_kv_cap_bytes, self.decoder.device)
-        self._epoch = Epoch(number, limits, self.decoder, cache, host)
+        policy = policy or self.resident
+        cpu_layers = policy.decode_cpu_layers
+        assert host is not None or cpu_layers == 0
+        cache = GpuKvCache(
+            self.kv_shape.above(cpu_layers), self.num_gpu_blocks(policy), self.decoder.device, cpu_layers
+        )
+        self._epoch = Epoch(number, limits, self.decoder, cache, host, policy)
         self.last_epoch = number
         self._last_end_ns = time.perf_counter_ns()
 

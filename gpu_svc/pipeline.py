@@ -9,6 +9,18 @@ side by side runs at the same time (NEO, MLSys 2025, section 3):
 
 The CPU gets its work in the order 1, 0, 1, 0, ... and may run ahead: 1 [i+1] is submitted before 0 [i] is waited for.
 
+With CPU layers (FlexInfer, MLSys 2025), X of them for decodes and P <= X for prompts, of L layers; p are a sub-batch's
+prompts, d its decodes. All is handed over at the start:
+
+    GPU                                      CPU
+                                             p 0 [0 ... P-1], p 1 [0 ... P-1]
+    p 0 [P ... X-1], p 1 [P ... X-1]         d 0 [0 ... X-1]
+    all of 0 [X ... L-1]                     d 1 [0 ... X-1], between its layers attend CPU decodes of 0
+    all of 1 [X ... L-1]                     attend CPU decodes of 1
+
+With P = X a sub-batch's prompts and decodes pass the CPU layers together. Where sub-batch 1 has nothing to wait for, it
+goes first, so that its work, too, lies beside the CPU's.
+
 One sub-batch: the CPU attends its CPU decodes beside the GPU's own attention of the same layer.
 
 A cohort c goes through m layers while the batch goes through all L; of c's layers the j-th lies beside L/m of the
@@ -26,6 +38,7 @@ from gpu_svc.batch import Batch
 from gpu_svc.host_tier import HostTier
 from gpu_svc.kv_cache import GpuKvCache
 from svc_common.decoder.decoder import Decoder
+from svc_common.policy import ExecutionPolicy
 
 
 class Stage:
@@ -69,21 +82,58 @@ class Stage:
         if self._host and self._has_cpu_decodes:
             self._host.submit(self.batch.cpu_work.slot, self._q, self._kv, self.batch.cpu_decode_rows)
 
+    def hand_over(self) -> None:
+        """Puts hidden states in place for the CPU layers."""
+        for part in (self.batch.prompt_pass, self.batch.last_pass):
+            if part is not None:
+                assert self._host is not None
+                self._host.put_hidden(part.work, self.hidden[part.rows])
+
+    def run_prompts(self, layers: range) -> None:
+        """Takes the prompts through layers that the CPU computes for decodes only; their KV goes to the lower pool."""
+        batch = self.batch
+        if not layers or not batch.chunks:
+            return
+        assert self._host is not None
+        rows = batch.prompt_rows
+        hidden, attended = self.hidden[rows], self._attended[rows]
+        if batch.prompt_pass is not None:
+            self._host.take_hidden(batch.prompt_pass.work, hidden)
+        workspace = self._decoder.workspace(batch.positions[rows])
+        for layer in layers:
+            self._decoder.pre_attention(layer, hidden, workspace)
+            for chunk in batch.chunks:
+                assert chunk.lower_attention is not None
+                assert chunk.lower_places is not None
+                kv = workspace.kv[chunk.rows]
+                self._host.write(layer, chunk.lower_places, kv)
+                q, blocks = workspace.q[chunk.rows], self._host.layer(layer)
+                chunk.lower_attention.run_on_host(layer, q, blocks, kv, attended[chunk.rows])
+            hidden = self._decoder.post_attention(layer, attended, hidden)
+        self.hidden[rows] = hidden
+
+    def take_over(self) -> None:
+        """Waits until the CPU layers are done with what they had last."""
+        part = self.batch.last_pass
+        if part is not None:
+            assert self._host is not None
+            self._host.take_hidden(part.work, self.hidden[part.rows])
+
     def attend_prefills(self, layer: int) -> None:
         """Chunks of host sequences leave their K and V in the host pool, layer by layer, none on the GPU."""
         for chunk in self.batch.chunks:
             q, out = self._q[chunk.rows], self._attended[chunk.rows]
             if not chunk.on_host:
-                chunk.attention.run(layer, q, self._cache.blocks[layer], out)
+                chunk.attention.run(layer, q, self._cache.layer(layer), out)
                 continue
             assert self._host is not None  # Host sequences exist only with a host tier.
             kv = self._kv[chunk.rows]
             self._host.write(layer, chunk.host_places, kv)
-            chunk.attention.run_on_host(layer, q, self._host.blocks[layer], kv, out)
+            chunk.attention.run_on_host(layer, q, self._host.layer(layer), kv, out)
 
     def attend_decodes(self, layer: int) -> None:
         if self.batch.gpu_decode is not None:
-            self.batch.gpu_decode.run(layer, self._gpu_q, self._cache.blocks[layer], self._gpu_attended)
+            self.batch.gpu_decode.run(layer, self._gpu_q, self._cache.layer(layer), self._gpu_attended)
 
     def wait(self) -> None:
         """Until the CPU has attended what was submitted last."""
@@ -115,6 +165,19 @@ def run_layers(first: Stage, second: Stage | None, num_layers: int) -> None:
         first.attend_decodes(layer)
         first.wait()
         first.post_attention(layer)
+
+
+def run_above_cpu_layers(stages: list[Stage], host: HostTier, policy: ExecutionPolicy, num_layers: int) -> None:
+    """Takes sub-batches, in this order, through all layers, of which the CPU computes the first."""
+    for stage in stages:
+        stage.hand_over()
+    host.submit_layers()
+    for stage in stages:
+        stage.run_prompts(range(policy.prefill_cpu_layers, policy.decode_cpu_layers))
+    for stage in stages:
+        stage.take_over()
+        for layer in range(policy.decode_cpu_layers, num_layers):
+            _run_layer(stage, layer)
 
 
 def run_beside_cohort(stage: Stage | None, cohort: Stage, cohort_layers: range, num_layers: int) -> None:

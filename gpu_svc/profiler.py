@@ -22,6 +22,7 @@ from gpu_svc.kv_cache import GpuKvCache, KvPlaces
 from gpu_svc.kv_layout import KvBlocks
 from gpu_svc.kv_swap import BlockMoves, copy_blocks
 from gpu_svc.limits import Int32Array, Limits
+from gpu_svc.lower_pool import LowerTables
 from gpu_svc.measured import CpuTrip, lesser, points, steps
 from gpu_svc.pipeline import Stage, outputs, run_layers
 from gpu_svc.sampling import SamplingRows, sample
@@ -31,7 +32,9 @@ from gpu_svc.tables import Tables
 from svc_common.decoder.decoder import Decoder, Workspace
 from svc_common.model.spec import LayerSpec
 from svc_common.plan import IterationPlan, Mode, NewSequence, Sampling, SubBatch, Tier
+from svc_common.policy import ExecutionPolicy
 
+_NO_CPU_LAYERS = ExecutionPolicy(0)
 _CPU_RUNS = 3
 _SWAP_BYTES = 16 * 2**20
 _ITERATION_SEQUENCES = 4  # A point of all tables, as is 1.
@@ -46,6 +49,7 @@ class Profiler:
     cache: GpuKvCache
     host: HostTier | None
     backend: AttentionBackend
+    policy: ExecutionPolicy
 
     @property
     def _watch(self) -> Stopwatch:
@@ -244,7 +248,7 @@ class Profiler:
         new = tuple(NewSequence(i, (0,), Tier.GPU, (i,), Sampling(temperature=1.0)) for i in range(num))
         table.apply(IterationPlan(1, 1, Mode.GPU_ONLY, new_sequences=new))
         table.prompt_tokens[:] = 0  # As if all of its tokens were generated.
-        builder = BatchBuilder(table, self.backend, cache.shape, self.decoder.device)
+        builder = BatchBuilder(table, self.backend, cache.shape, self.decoder.device, _NO_CPU_LAYERS, LowerTables(0))
         work = SubBatch(gpu_decodes=tuple(range(num)))
         plan = IterationPlan(1, 2, Mode.GPU_ONLY, sub_batches=(work,))
 

@@ -23,6 +23,7 @@ from svc_common.plan import (
     Swap,
     Tier,
 )
+from svc_common.policy import ExecutionPolicy
 from svc_common.trace_wire import trace_to_message
 
 _MODES = {
@@ -39,6 +40,18 @@ _ERRORS = {
     ExecutionError.INVALID_PLAN: pb.EXECUTION_ERROR_INVALID_PLAN,
     ExecutionError.DEVICE: pb.EXECUTION_ERROR_DEVICE,
 }
+
+
+def policy_from_pb(policy: pb.ExecutionPolicy) -> ExecutionPolicy:
+    return ExecutionPolicy(policy.resident_layers, policy.prefill_cpu_layers, policy.decode_cpu_layers)
+
+
+def policy_to_pb(policy: ExecutionPolicy) -> pb.ExecutionPolicy:
+    return pb.ExecutionPolicy(
+        resident_layers=policy.resident_layers,
+        prefill_cpu_layers=policy.prefill_cpu_layers,
+        decode_cpu_layers=policy.decode_cpu_layers,
+    )
 
 
 def plan_from_pb(plan: pb.IterationPlan) -> IterationPlan:

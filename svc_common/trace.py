@@ -22,6 +22,8 @@ class TraceKind(IntEnum):
     HEAD = 10
     CPU_WAIT = 11
     CPU_ATTEND = 12
+    CPU_LAYER = 13
+    RUN_PROMPTS = 14
 
     @property
     def is_bubble(self) -> bool:

@@ -19,6 +19,8 @@ NAMES = {
     TraceKind.HEAD: "head and sampling",
     TraceKind.CPU_WAIT: "wait for submit",
     TraceKind.CPU_ATTEND: "attend",
+    TraceKind.CPU_LAYER: "layer",
+    TraceKind.RUN_PROMPTS: "prompts' layers",
 }
 GPU_PID, CPU_PID = 1, 2
 _ITERATIONS, _STEPS = 1, 2

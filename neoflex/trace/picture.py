@@ -24,6 +24,8 @@ _CLASSES = {
     TraceKind.ATTEND_PREFILLS: _ATTENTION,
     TraceKind.ATTEND_DECODES: _ATTENTION,
     TraceKind.CPU_ATTEND: _ATTENTION,
+    TraceKind.CPU_LAYER: _LINEAR,
+    TraceKind.RUN_PROMPTS: _LINEAR,
     TraceKind.WAIT: _BUBBLE,
     TraceKind.REPORT: _BUBBLE,
     TraceKind.CPU_WAIT: _BUBBLE,
@@ -34,6 +36,8 @@ _LABELS = {
     TraceKind.ATTEND_PREFILLS: "prefill attention",
     TraceKind.ATTEND_DECODES: "attention",
     TraceKind.CPU_ATTEND: "attention",
+    TraceKind.CPU_LAYER: "layer",
+    TraceKind.RUN_PROMPTS: "prompts",
     TraceKind.WAIT: "waits",
     TraceKind.CPU_WAIT: "waits",
 }

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from svc_common.cpu_kernels import DecoderLinear
+from svc_common.cpu_kernels import DecoderLinear, ThreadPool
 from svc_common.decoder.decoder import Workspace, cap_logits_
 from svc_common.decoder.dtypes import dtype_name
 from svc_common.decoder.rope import Rotaries
@@ -26,16 +26,19 @@ class CpuDecoder:
         self,
         spec: ModelSpec,
         weight_dtype: torch.dtype,
-        embedding: Tensor,
+        embedding: Tensor | None,
         layers: Iterable[LayerWeights],
-        final_norm: NormWeights,
+        final_norm: NormWeights | None,
         head: Tensor | None,
         positions: Tensor | None = None,
         instruction_set: str = "auto",
+        threads: ThreadPool | None = None,
     ) -> None:
         """Copies the weights, all fp32, into panels of `weight_dtype`, layer by layer; see DecoderWeights for shapes.
 
-        `head` is None where it is the embedding. `instruction_set` forces one of runnable_linear_instruction_sets().
+        `head` is None where it is the embedding. Without embedding and norm it only takes hidden states through layers.
+        It computes on `threads`, or on this process's own.
+        `instruction_set` forces one of runnable_linear_instruction_sets().
         """
         self.spec = spec
         self.weight_dtype = weight_dtype
@@ -51,10 +54,13 @@ class CpuDecoder:
             norm_eps=spec.norm_eps,
             activation=spec.activation,
             dtype=dtype_name(weight_dtype),
-            threads=cpu_threads(),
+            threads=threads or cpu_threads(),
             instruction_set=instruction_set,
         )
-        self._native.set_vocabulary(embedding.numpy(), _array(head), final_norm.weight.numpy(), _array(final_norm.bias))
+        if embedding is not None and final_norm is not None:
+            self._native.set_vocabulary(
+                embedding.numpy(), _array(head), final_norm.weight.numpy(), _array(final_norm.bias)
+            )
         for layer in layers:
             self._add_layer(layer)
 
@@ -91,6 +97,11 @@ class CpuDecoder:
         if experts.shared is not None and experts.shared_gate is not None:
             shared = experts.shared
             self._native.set_shared_expert(shared.up.numpy(), shared.down.numpy(), experts.shared_gate.numpy())
+
+    @property
+    def native(self) -> DecoderLinear:
+        """What computes, for native code that takes a batch through layers by itself."""
+        return self._native
 
     @property
     def weight_bytes(self) -> int:

@@ -1,10 +1,12 @@
 """Makes the decoder of a device from a checkpoint: checks each tensor, casts it, fuses what is read together."""
 
 from collections.abc import Iterator
+from itertools import islice
 
 import torch
 from torch import Tensor
 
+from svc_common.cpu_kernels import ThreadPool
 from svc_common.decoder.checkpoint import Checkpoint, CheckpointError
 from svc_common.decoder.cpu_decoder import CpuDecoder
 from svc_common.decoder.decoder import Decoder
@@ -32,6 +34,15 @@ def load_decoder(checkpoint: Checkpoint, spec: ModelSpec, dtype: torch.dtype, de
         head=None if spec.tie_embeddings else loader.head(),
         positions=loader.positions(),
     )
+
+
+def load_cpu_layers(
+    checkpoint: Checkpoint, spec: ModelSpec, dtype: torch.dtype, num_layers: int, threads: ThreadPool
+) -> CpuDecoder:
+    """The first layers alone, for `threads`. Peak memory as of `load_decoder`. Raises CheckpointError."""
+    loader = _Loader(checkpoint, spec, torch.float32, torch.device("cpu"))
+    layers = islice(loader.layers(), num_layers)
+    return CpuDecoder(spec, dtype, embedding=None, layers=layers, final_norm=None, head=None, threads=threads)
 
 
 def load_weights(checkpoint: Checkpoint, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> DecoderWeights:

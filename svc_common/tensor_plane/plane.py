@@ -173,7 +173,7 @@ class TensorPlane:
         self._exchange.submit_layers(self._num_layer_batches)
 
     def wait_layers(self, index: int, timeout_s: float) -> None:
-        """Returns once a layer batch, by its place in `begin`, is through the CPU layers: `hidden` is what they made."""
+        """Returns once a layer batch, by its place in `begin`, is through: `hidden` is what the CPU layers made."""
         before = self._exchange.num_layer_batches - self._num_layer_batches
         outcome = self._exchange.wait_layers((before + index + 1) % 2**32, timeout_s)
         if outcome is not _plane.Outcome.COMPLETED:

@@ -17,6 +17,7 @@ from svc_common.decoder.load import load_weights
 from svc_common.decoder.torch_decoder import TorchDecoder
 from svc_common.model.store import ModelFiles
 from svc_common.plan import IterationPlan, IterationResult, Mode, NewSequence, PrefillChunk, Sampling, SubBatch, Tier
+from svc_common.policy import ExecutionPolicy
 
 CPU = torch.device("cpu")
 BLOCK_TOKENS = 4
@@ -176,15 +177,16 @@ class Driver:
     executor: Executor
     host: HostTier | None = None
     limits: Limits = LIMITS
+    policy: ExecutionPolicy | None = None
     iteration: int = 0
     epoch: int = 1
     tokens: dict[int, list[int]] = field(default_factory=dict)
     results: list[IterationResult] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.executor.open_epoch(self.epoch, self.limits, self.host)
+        self.executor.open_epoch(self.epoch, self.limits, self.host, self.policy)
         self.free = {
-            Tier.GPU: list(range(self.executor.num_gpu_blocks)),
+            Tier.GPU: list(range(self.executor.num_gpu_blocks(self.policy))),
             Tier.HOST: list(range(self.host.num_blocks if self.host else 0)),
         }
 
