@@ -155,6 +155,10 @@ def tables_to_pb(tables: Tables) -> pb.OperationTables:
         iteration_s=tables.iteration_s,
         cpu_copy=[pb.LinearPoint(num_tokens=n, seconds=s) for n, s in tables.cpu_copy],
         cpu_signal_s=tables.cpu_signal_s,
+        cpu_linear=[pb.LinearPoint(num_tokens=n, seconds=s) for n, s in tables.cpu_linear],
+        cpu_prefill=[
+            pb.PrefillPoint(chunk_tokens=chunk, past_tokens=past, seconds=s) for chunk, past, s in tables.cpu_prefill
+        ],
     )
 
 
@@ -179,8 +183,19 @@ def tables_from_json(document: dict[str, Any]) -> Tables:
         iteration_s=message.iteration_s,
         cpu_copy=tuple((p.num_tokens, p.seconds) for p in message.cpu_copy),
         cpu_signal_s=message.cpu_signal_s,
+        cpu_linear=tuple((p.num_tokens, p.seconds) for p in message.cpu_linear),
+        cpu_prefill=tuple((p.chunk_tokens, p.past_tokens, p.seconds) for p in message.cpu_prefill),
     )
-    points = (tables.linear, tables.prefill, tables.gpu_decode, tables.cpu_decode, tables.head, tables.cpu_copy)
+    points = (
+        tables.linear,
+        tables.prefill,
+        tables.gpu_decode,
+        tables.cpu_decode,
+        tables.head,
+        tables.cpu_copy,
+        tables.cpu_linear,
+        tables.cpu_prefill,
+    )
     values = (tables.swap_bytes_per_s, tables.iteration_s, tables.cpu_signal_s)
     if not all(
         math.isfinite(v) and v >= 0 for v in (*values, *(v for table in points for point in table for v in point))
@@ -188,7 +203,7 @@ def tables_from_json(document: dict[str, Any]) -> Tables:
         raise ValueError("a value is negative or no number")
     if not all(point[0] >= 1 for table in points for point in table):
         raise ValueError("a point of nothing")
-    if not (tables.linear and tables.head):
+    if not ((tables.linear or tables.cpu_linear) and tables.head):
         raise ValueError("tables without a point")
     return tables
 
