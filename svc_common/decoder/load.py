@@ -75,7 +75,10 @@ class Loader:
         return self._norm(self._names.final_norm)
 
     def layers(self) -> Iterator[LayerWeights]:
-        return (_LayerLoader(self, self._spec, layer).load() for layer in range(self._spec.num_layers))
+        return map(self.layer, range(self._spec.num_layers))
+
+    def layer(self, index: int) -> LayerWeights:
+        return _LayerLoader(self, self._spec, index).load()
 
     def matrix(
         self,
