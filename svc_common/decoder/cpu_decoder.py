@@ -1,4 +1,4 @@
-"""A decoder's linear part on the CPU: one native call on each side of attention, over weights that lie packed in memory."""
+"""A decoder's linear part on the CPU: one native call on each side of attention, over weights packed in memory."""
 
 from collections.abc import Iterable
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from svc_common.cpu_kernels import DecoderLinear, weight_memory
-from svc_common.decoder.decoder import Workspace, cap_logits_
+from svc_common.decoder.decoder import AllResident, Workspace, cap_logits_
 from svc_common.decoder.dtypes import dtype_name
 from svc_common.decoder.packing import Bytes, declare_layers, pack_layer, pack_vocabulary
 from svc_common.decoder.rope import Rotaries
@@ -15,11 +15,11 @@ from svc_common.decoder.weights import LayerWeights, NormWeights
 from svc_common.model.spec import ModelSpec
 
 
-class CpuDecoder:
+class CpuDecoder(AllResident):
     """A `Decoder`. Activations are fp32 whatever the weights' type: processors add up in fp32 anyway.
 
-    A new one has no weights. Each layer, and the vocabulary, is bound to memory that holds it packed: the process's own,
-    or a layer file that several processes have mapped. What is bound to nothing cannot be computed.
+    A new one has no weights. Each layer, and the vocabulary, is bound to memory that holds it packed: the process's
+    own, or a layer file that several processes have mapped. What is bound to nothing cannot be computed.
     """
 
     device = torch.device("cpu")

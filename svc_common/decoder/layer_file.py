@@ -85,7 +85,7 @@ class LayerFile:
         return self._view(self._parts["vocabulary"])
 
     def positions(self) -> Tensor | None:
-        """A copy of the learned positions, [learned_positions + context_tokens, hidden_size], fp32, if there are any."""
+        """A copy of the table of learned positions, where there is one: [rows, hidden_size], fp32."""
         part = self._parts.get("positions")
         if part is None:
             return None
@@ -123,7 +123,7 @@ def crc32_of(data: Bytes) -> int:
     """In pieces, so that other threads get their turn."""
     crc = 0
     for start in range(0, len(data), _CRC_BYTES):
-        crc = zlib.crc32(data[start : start + _CRC_BYTES], crc)
+        crc = zlib.crc32(data[start : start + _CRC_BYTES].data, crc)
     return crc
 
 

@@ -1,6 +1,5 @@
 """Weights in one mapped file: the same logits, one copy for all processes, and no trust in what is damaged."""
 
-import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -242,7 +241,6 @@ print("written")
 
 def test_writing_takes_no_more_private_memory_than_a_layer(deep_model: ModelFiles, tmp_path: Path) -> None:
     """The limit is the kernel's: a layer and 32 MiB, in which the whole model has no room."""
-    assert hasattr(resource, "RLIMIT_DATA")
     layer_bytes = open_model(deep_model)[0].layer_bytes(0, 4)
     argv = [sys.executable, "-c", _LIMITED, str(deep_model.directory), str(tmp_path), str(layer_bytes + 32 * 2**20)]
     done = subprocess.run(argv, env=own_environment(), capture_output=True, text=True, timeout=100, check=False)
