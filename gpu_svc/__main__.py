@@ -120,7 +120,8 @@ def make_executor(config: Config) -> Executor:
     decoder = load_for_device(files, spec, checkpoint, DTYPES[dtype], device, memory_bytes, config.gpu.kv_bytes, link)
     executor = Executor(decoder, shape, config.gpu.kv_bytes, table_cache(config), link)
     logger.info(
-        "%s (%s) on %s with %d threads: %s, KV %s, on the host %s; GPU KV %d blocks of %d bytes in %d",
+        "%s (%s) on %s with %d threads: %s, KV %s, on the host %s; weights %d bytes; GPU KV %d blocks of %d bytes "
+        "in %d",
         files.name,
         spec.architecture,
         device.type,
@@ -128,6 +129,7 @@ def make_executor(config: Config) -> Executor:
         dtype,
         dtype_name(kv_dtype),
         dtype_name(shape.host_dtype),
+        executor.weight_bytes,
         executor.num_gpu_blocks,
         shape.block_bytes,
         config.gpu.kv_bytes,
@@ -169,7 +171,7 @@ async def _serve(config: Config, executor: Executor) -> None:
         await until_stop_signal()
         logger.info("stopping")
         await server.stop(_GRACE_S)
-        thread.submit(executor.close_epoch).result()
+        thread.submit(executor.close).result()
 
 
 if __name__ == "__main__":

@@ -67,13 +67,15 @@ class Executor:
         """
         self.decoder = decoder
         self.kv_shape = kv_shape
-        self.weight_bytes = decoder.weight_bytes
         self.last_epoch = 0
         self.link_bytes_per_s = 0.0
         """As it was measured; 0 before it was."""
+        self._placed = decoder if isinstance(decoder, PlacedDecoder) else None
         self.resident_layers = decoder.spec.num_layers
         self.streamed_layers = range(0)
-        self._placed = decoder if isinstance(decoder, PlacedDecoder) else None
+        self.weight_bytes = decoder.weight_bytes
+        if self._placed:
+            self._note_placement(self._placed.memory.most_resident(), 0)
         self._link = link or Link()
         self._gpu_kv_cap_bytes = gpu_kv_bytes
         self._table_cache = table_cache
@@ -102,6 +104,12 @@ class Executor:
             self._epoch.host.close()
         self._epoch = None
 
+    def close(self) -> None:
+        """Ends the epoch and the streaming of weights."""
+        self.close_epoch()
+        if self._placed is not None:
+            self._placed.close()
+
     def open_epoch(
         self, number: int, limits: Limits, host: HostTier | None, policy: ExecutionPolicy | None = None
     ) -> None:
@@ -127,9 +135,8 @@ class Executor:
         resident = memory.most_resident() if policy is None else policy.resident_layers
         first = min(policy.prefill_cpu_layers, policy.decode_cpu_layers) if policy else 0
         memory.check(resident, first)
-        self.resident_layers, self.streamed_layers = resident, range(first, num_layers - resident)
+        self._note_placement(resident, first)
         self._placed.place(self.streamed_layers, resident)
-        self.weight_bytes = memory.weight_bytes(resident)
         if self.streamed_layers:
             logger.info(
                 "%d of %d layers lie on the device, %d are streamed, %d bytes in each iteration",
@@ -138,6 +145,12 @@ class Executor:
                 len(self.streamed_layers),
                 self.streamed_bytes,
             )
+
+    def _note_placement(self, resident: int, first_streamed: int) -> None:
+        assert self._placed is not None
+        self.resident_layers = resident
+        self.streamed_layers = range(first_streamed, self.decoder.spec.num_layers - resident)
+        self.weight_bytes = self._placed.memory.weight_bytes(resident)
 
     def profile(self) -> Tables:
         """Of an epoch that has run no plan. Raises PlaneError when the host tier is lost."""
