@@ -1,4 +1,4 @@
-"""The first layers of the model, loaded for the CPU; the only module here that imports torch, on demand."""
+"""The first layers of the model, mapped for the CPU; the only module here that imports torch, on demand."""
 
 import logging
 
@@ -11,7 +11,8 @@ from svc_common.cpu_kernels import ThreadPool
 from svc_common.decoder.checkpoint import CheckpointError, open_model
 from svc_common.decoder.cpu_decoder import CpuDecoder
 from svc_common.decoder.dtypes import DTYPES, DTypeName
-from svc_common.decoder.load import load_cpu_layers
+from svc_common.decoder.layer_file import LayerFileError
+from svc_common.decoder.layer_writer import open_layer_file
 from svc_common.decoder.rope import Rotaries, Rotation
 from svc_common.model.spec import UnsupportedModelError
 from svc_common.model.store import ModelNotFoundError, resolve
@@ -35,15 +36,18 @@ class CpuLayers:
         """`source` as model.source of the configuration. Raises LayersUnavailableError."""
         torch.set_num_threads(1)  # It only reads files; the pool computes.
         try:
-            spec, checkpoint = open_model(resolve(source))
+            files = resolve(source)
+            spec, checkpoint = open_model(files)
             if spec.digest != wanted.model_digest:
                 raise LayersUnavailableError(
                     f"model.source {source} is another model than the executor's: digest {spec.digest}, "
                     f"not {wanted.model_digest}"
                 )
             dtype: DTypeName = next(name for name in DTYPES if name == wanted.weight_dtype)
-            decoder = load_cpu_layers(checkpoint, spec, DTYPES[dtype], num_layers, threads)
-        except (ModelNotFoundError, UnsupportedModelError, CheckpointError) as error:
+            # Mapped, so that what the executor streams or loads from the same file is no second copy.
+            file = open_layer_file(files, spec, checkpoint, DTYPES[dtype])
+            decoder = file.decoder(range(num_layers), threads=threads)
+        except (ModelNotFoundError, UnsupportedModelError, CheckpointError, LayerFileError) as error:
             raise LayersUnavailableError(f"model.source {source}: {error}") from error
         logger.info("%d of %d layers in %s, %d bytes", num_layers, spec.num_layers, dtype, decoder.weight_bytes)
         return cls(decoder, num_layers, wanted)

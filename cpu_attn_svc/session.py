@@ -134,7 +134,13 @@ class RegionSession:
         ]
         try:
             compute_ns, wait_ns, events = worker.run(
-                sub_batches, layers.start, len(layers), descriptor.trace, descriptor.first_layer_batch, batches
+                sub_batches,
+                layers.start,
+                len(layers),
+                descriptor.in_turn,
+                descriptor.trace,
+                descriptor.first_layer_batch,
+                batches,
             )
         except PlaneError as error:
             return failed(WorkError.INVALID_DESCRIPTOR, str(error))

@@ -7,6 +7,7 @@ import numpy as np
 
 from gpu_svc.batch import Batch
 from gpu_svc.host_tier import CpuWork
+from svc_common.policy import ExecutionPolicy
 from svc_common.tensor_plane import LayerBatch
 
 
@@ -18,10 +19,13 @@ class CpuProgram:
     """With CPU decodes, in the order in which they are submitted."""
     passing: tuple[tuple[int, LayerBatch], ...]
     """What passes the CPU layers, each with its sub-batch's index."""
+    in_turn: bool = False
+    """One batch goes through all upper layers before the next does."""
 
     @classmethod
-    def of(cls, batches: Sequence[Batch], cpu_layers: int, num_layers: int) -> "CpuProgram":
-        """Of sub-batches and a cohort, with so many layers on the CPU of so many in all."""
+    def of(cls, batches: Sequence[Batch], policy: ExecutionPolicy, num_layers: int) -> "CpuProgram":
+        """Of sub-batches and a cohort, in a model of so many layers."""
+        cpu_layers = policy.decode_cpu_layers
         with_decodes = [batch for batch in batches if len(batch.cpu_work)]
         if cpu_layers == 0:
             # Sub-batch 1 is submitted first in each layer.
@@ -31,7 +35,9 @@ class CpuProgram:
         last = [(batch.index, batch.last_pass.work) for batch in order if batch.last_pass]
         # Where all layers are the CPU's, none is left in which to attend.
         attended = tuple(batch for batch in order if batch in with_decodes) if cpu_layers < num_layers else ()
-        return cls(order, attended, (*prompts, *last))
+        # Weights that are streamed are to come once for both.
+        in_turn = policy.resident_layers >= num_layers - cpu_layers
+        return cls(order, attended, (*prompts, *last), in_turn)
 
     @property
     def has_work(self) -> bool:

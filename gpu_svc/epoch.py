@@ -14,11 +14,14 @@ from gpu_svc.cpu_program import CpuProgram
 from gpu_svc.host_tier import HostTier
 from gpu_svc.kv_cache import GpuKvCache
 from gpu_svc.kv_layout import KvBlocks
-from gpu_svc.kv_swap import copy_blocks
+from gpu_svc.kv_swap import copy_blocks, cross
 from gpu_svc.limits import InvalidPlanError, Limits
+from gpu_svc.link import Link
 from gpu_svc.lower_pool import LowerTables
 from gpu_svc.pipeline import (
     Stage,
+    beside_cohort,
+    layers_in_order,
     outputs,
     run_above_cpu_layers,
     run_beside_cohort,
@@ -60,6 +63,7 @@ class Epoch:
         decoder: Decoder,
         cache: GpuKvCache,
         host: HostTier | None,
+        link: Link,
         policy: ExecutionPolicy,
     ) -> None:
         """`cache` and `host` are made for the policy's CPU layers."""
@@ -70,6 +74,7 @@ class Epoch:
         self.host = host
         self._limits = limits
         self._decoder = decoder
+        self._link = link
         shape = cache.shape
         num_host_blocks = host.num_blocks if host else 0
         self.table = SequenceTable(
@@ -85,7 +90,7 @@ class Epoch:
 
     def profiler(self) -> Profiler:
         """Measures on this epoch's caches; before the first plan only, as it writes into blocks."""
-        return Profiler(self._limits, self._decoder, self.cache, self.host, self._backend, self.policy)
+        return Profiler(self._limits, self._decoder, self.cache, self.host, self._backend, self._link, self.policy)
 
     def run(self, plan: IterationPlan, recorder: NullRecorder) -> IterationResult:
         """Raises InvalidPlanError before anything is computed, PlaneError when the host tier is lost.
@@ -114,8 +119,10 @@ class Epoch:
         ]
         part = self._part(plan.cohort) if plan.cohort else None
         waited_before_ns = self.host.wait_ns if self.host else 0
+        weights_before = self._decoder.traffic
         stages, cpu_attention_ns = self._run_layers(batches, part, plan.host_blocks_used, recorder)
         cpu_wait_ns = self.host.wait_ns - waited_before_ns if self.host else 0
+        weights = self._decoder.traffic
         for sub_batch in plan.sub_batches:
             self.table.advance(sub_batch)
         tokens, logprobs, head_ns = self._sample(stages)
@@ -129,7 +136,12 @@ class Epoch:
             tokens=tokens,
             logprobs=logprobs,
             timings=Timings(
-                cpu_wait_ns=cpu_wait_ns, cpu_attention_ns=cpu_attention_ns, swap_ns=swap_ns, head_ns=head_ns
+                cpu_wait_ns=cpu_wait_ns,
+                cpu_attention_ns=cpu_attention_ns,
+                swap_ns=swap_ns,
+                head_ns=head_ns,
+                weight_wait_ns=weights.wait_ns - weights_before.wait_ns,
+                weight_bytes=weights.num_bytes - weights_before.num_bytes,
             ),
             swapped_out_bytes=moved_blocks[0] + sum(map(self._prompt_bytes, done)),
             swapped_in_bytes=moved_blocks[1],
@@ -141,15 +153,14 @@ class Epoch:
         """All moves to the host, then all to the GPU, which may reuse the blocks. Nanoseconds."""
         start_ns = time.perf_counter_ns()
         if self.host is not None:
-            gpu, host, head_dim = KvBlocks(self.cache.blocks), self.host.blocks, self.cache.shape.head_dim
-            lower, tables = self.host.lower, self._lower_tables
-            if self.policy.decode_cpu_layers:
-                copy_blocks(lower, lower, tables.to_host(moves.to_host), head_dim)
-            if self.policy.decode_cpu_layers < self._decoder.spec.num_layers:
-                copy_blocks(gpu, host, moves.to_host, head_dim)
-                copy_blocks(host, gpu, moves.to_gpu, head_dim)
-            if self.policy.decode_cpu_layers:
-                copy_blocks(lower, lower, tables.to_gpu(moves.to_gpu), head_dim)
+            gpu, host, shape = KvBlocks(self.cache.blocks), self.host.blocks, self.cache.shape
+            lower, tables, cpu_layers = self.host.lower, self._lower_tables, self.policy.decode_cpu_layers
+            if cpu_layers:
+                copy_blocks(lower, lower, tables.to_host(moves.to_host), shape.head_dim)
+            if cpu_layers < self._decoder.spec.num_layers:
+                cross(self._link, gpu, host, moves.to_host, moves.to_gpu, shape)
+            if cpu_layers:
+                copy_blocks(lower, lower, tables.to_gpu(moves.to_gpu), shape.head_dim)
         return time.perf_counter_ns() - start_ns
 
     @property
@@ -179,17 +190,18 @@ class Epoch:
         """
         at_work = [*batches, part.batch] if part else batches
         num_layers, cpu_layers = self._decoder.spec.num_layers, self.policy.decode_cpu_layers
-        program = CpuProgram.of(at_work, cpu_layers, num_layers)
+        program = CpuProgram.of(at_work, self.policy, num_layers)
         if self.host is not None and (program.has_work or host_blocks_used != self._announced_host_blocks):
             layers = part.layers if part else None
             passing = [work for _, work in program.passing]
-            self.host.begin(program.cpu_work, host_blocks_used, recorder.is_on, layers, passing)
+            self.host.begin(program.cpu_work, host_blocks_used, recorder.is_on, layers, passing, program.in_turn)
             self._announced_host_blocks = host_blocks_used
         recorder.describe(at_work, program)
         stages = [recorder.stage(batch, self._decoder, self.cache, self.host) for batch in batches]
         first, second = [*stages, None, None][:2]
         if part:
             cohort = recorder.stage(part.batch, self._decoder, self.cache, self.host, part.hidden)
+            self._decoder.begin(beside_cohort(part.layers, num_layers) if first else part.layers)
             recorder.mark(TraceKind.BOOKKEEPING)
             run_beside_cohort(first, cohort, part.layers, num_layers)
             self._resting = cohort.batch, cohort.hidden
@@ -197,11 +209,12 @@ class Epoch:
                 self._resting = None
                 stages.append(cohort)
         else:
+            self._decoder.begin(layers_in_order(stages, self.policy, num_layers))
             recorder.mark(TraceKind.BOOKKEEPING)
             if self.host is not None and cpu_layers:
                 stage_of = {stage.batch.index: stage for stage in stages}
                 in_order = [stage_of[batch.index] for batch in program.order]
-                run_above_cpu_layers(in_order, self.host, self.policy, num_layers)
+                run_above_cpu_layers(in_order, self.host, self.policy, num_layers, program.in_turn)
             elif first:
                 run_layers(first, second, num_layers)
         if self.host is None or not program.has_work:

@@ -68,17 +68,18 @@ class HostTier:
         trace: bool = False,
         layers: range | None = None,
         layer_batches: Sequence[LayerBatch] = (),
+        in_turn: bool = False,
     ) -> None:
         """Describes an iteration: its CPU decodes in the order in which they are submitted, and the batches that pass
         the CPU layers.
 
-        Without CPU layers each of `layers`, or of all, submits the decodes of one sub-batch after the other; with such
-        all layers of one sub-batch come before those of the next.
+        Each of `layers`, or of all, submits the decodes of one sub-batch after the other; or, `in_turn`, all layers of
+        one sub-batch come before those of the next.
         """
         self._number += 1
         self._place_of = {id(batch): place for place, batch in enumerate(layer_batches)}
         sub_batches = [CpuSubBatch(part.slot, part.context_tokens, part.block_tables) for part in work]
-        self._plane.begin(self._number, sub_batches, host_blocks_used, trace, layers, layer_batches)
+        self._plane.begin(self._number, sub_batches, host_blocks_used, trace, layers, layer_batches, in_turn)
 
     def submit(self, slot: int, q: Tensor, kv: Tensor, rows: slice) -> None:
         """Hands over rows of q [n, num_q_heads, head_dim] and kv [n, 2, num_kv_heads, head_dim]: the slot's next layer.

@@ -31,6 +31,8 @@ batch's, from layer i = j L/m on:
     pre, attend, post [i] ... [i + L/m - 1]          attend c [j]
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -72,10 +74,15 @@ class Stage:
 
     def pre_attention(self, layer: int) -> None:
         """Computes q, k and v, and stores k and v of tokens whose sequence is on the GPU."""
+        self._await_weights(layer)
         batch = self.batch
         self._decoder.pre_attention(layer, self.hidden, self._workspace)
         if self._has_gpu_kv:
             self._cache.write(layer, batch.gpu_kv_places, self._kv[batch.gpu_kv_tokens])
+
+    def _await_weights(self, layer: int) -> bool:
+        """Whether they had to come."""
+        return self._decoder.await_layer(layer)
 
     def submit(self) -> None:
         """Hands the CPU its decodes; it stores their k and v itself."""
@@ -89,28 +96,31 @@ class Stage:
                 assert self._host is not None
                 self._host.put_hidden(part.work, self.hidden[part.rows])
 
-    def run_prompts(self, layers: range) -> None:
-        """Takes the prompts through layers that the CPU computes for decodes only; their KV goes to the lower pool."""
+    def begin_prompts(self) -> None:
+        """Waits until the prompts are through the layers before those that the CPU computes for decodes only."""
         batch = self.batch
-        if not layers or not batch.chunks:
-            return
-        assert self._host is not None
-        rows = batch.prompt_rows
-        hidden, attended = self.hidden[rows], self._attended[rows]
         if batch.prompt_pass is not None:
-            self._host.take_hidden(batch.prompt_pass.work, hidden)
-        workspace = self._decoder.workspace(batch.positions[rows])
-        for layer in layers:
-            self._decoder.pre_attention(layer, hidden, workspace)
-            for chunk in batch.chunks:
-                assert chunk.lower_attention is not None
-                assert chunk.lower_places is not None
-                kv = workspace.kv[chunk.rows]
-                self._host.write(layer, chunk.lower_places, kv)
-                q, blocks = workspace.q[chunk.rows], self._host.layer(layer)
-                chunk.lower_attention.run_on_host(layer, q, blocks, kv, attended[chunk.rows])
-            hidden = self._decoder.post_attention(layer, attended, hidden)
-        self.hidden[rows] = hidden
+            assert self._host is not None
+            self._host.take_hidden(batch.prompt_pass.work, self.hidden[batch.prompt_rows])
+        self._prompt_hidden = self.hidden[batch.prompt_rows]
+        self._prompt_workspace = self._decoder.workspace(batch.positions[batch.prompt_rows])
+
+    def run_prompts(self, layer: int) -> None:
+        """Takes the prompts through such a layer; their KV goes to the lower pool."""
+        assert self._host is not None
+        workspace, attended = self._prompt_workspace, self._attended[self.batch.prompt_rows]
+        self._await_weights(layer)
+        self._decoder.pre_attention(layer, self._prompt_hidden, workspace)
+        for chunk in self.batch.chunks:
+            assert chunk.lower_attention is not None
+            assert chunk.lower_places is not None
+            q, kv = workspace.q[chunk.rows], workspace.kv[chunk.rows]
+            self._host.write(layer, chunk.lower_places, kv)
+            chunk.lower_attention.run_on_host(layer, q, self._host.layer(layer), kv, attended[chunk.rows])
+        self._prompt_hidden = self._decoder.post_attention(layer, attended, self._prompt_hidden)
+
+    def end_prompts(self) -> None:
+        self.hidden[self.batch.prompt_rows] = self._prompt_hidden
 
     def take_over(self) -> None:
         """Waits until the CPU layers are done with what they had last."""
@@ -167,17 +177,42 @@ def run_layers(first: Stage, second: Stage | None, num_layers: int) -> None:
         first.post_attention(layer)
 
 
-def run_above_cpu_layers(stages: list[Stage], host: HostTier, policy: ExecutionPolicy, num_layers: int) -> None:
-    """Takes sub-batches, in this order, through all layers, of which the CPU computes the first."""
+def run_above_cpu_layers(
+    stages: list[Stage], host: HostTier, policy: ExecutionPolicy, num_layers: int, in_turn: bool
+) -> None:
+    """Takes sub-batches, in this order, through all layers, of which the CPU computes the first.
+
+    `in_turn`: each through all upper layers by itself, as drawn above; else layer by layer, so that weights that are
+    streamed come once.
+    """
     for stage in stages:
         stage.hand_over()
     host.submit_layers()
-    for stage in stages:
-        stage.run_prompts(range(policy.prefill_cpu_layers, policy.decode_cpu_layers))
-    for stage in stages:
-        stage.take_over()
-        for layer in range(policy.decode_cpu_layers, num_layers):
-            _run_layer(stage, layer)
+    with_prompts = [stage for stage in stages if stage.batch.chunks]
+    prompt_layers = range(policy.prefill_cpu_layers, policy.decode_cpu_layers)
+    upper_layers = range(policy.decode_cpu_layers, num_layers)
+    if prompt_layers:
+        for stage in with_prompts:
+            stage.begin_prompts()
+        for layer in prompt_layers:
+            for stage in with_prompts:
+                stage.run_prompts(layer)
+        for stage in with_prompts:
+            stage.end_prompts()
+    for together in [[stage] for stage in stages] if in_turn else [stages]:
+        for stage in together:
+            stage.take_over()
+        for layer in upper_layers:
+            for stage in together:
+                _run_layer(stage, layer)
+
+
+def layers_in_order(stages: list[Stage], policy: ExecutionPolicy, num_layers: int) -> range:
+    """That the executor computes of these sub-batches, in the order in which they are first needed."""
+    if not stages:
+        return range(0)
+    has_prompts = any(stage.batch.chunks for stage in stages)
+    return range(policy.prefill_cpu_layers if has_prompts else policy.decode_cpu_layers, num_layers)
 
 
 def run_beside_cohort(stage: Stage | None, cohort: Stage, cohort_layers: range, num_layers: int) -> None:
@@ -189,11 +224,22 @@ def run_beside_cohort(stage: Stage | None, cohort: Stage, cohort_layers: range, 
         cohort.pre_attention(cohort_layer)
         cohort.submit()
         if stage is not None:
-            start, stop = (num * num_layers // len(cohort_layers) for num in (turn, turn + 1))
-            for layer in range(start, stop):
+            for layer in range(*_turn(turn, len(cohort_layers), num_layers)):
                 _run_layer(stage, layer)
         cohort.wait()
         cohort.post_attention(cohort_layer)
+
+
+def beside_cohort(cohort_layers: range, num_layers: int) -> Iterator[int]:
+    """Layers of a sub-batch and a cohort together, in the order in which `run_beside_cohort` first needs them."""
+    for turn, cohort_layer in enumerate(cohort_layers):
+        yield cohort_layer
+        yield from range(*_turn(turn, len(cohort_layers), num_layers))
+
+
+def _turn(turn: int, num_turns: int, num_layers: int) -> tuple[int, int]:
+    """Of the sub-batch's layers the first beside a cohort's layer, and the first after it."""
+    return turn * num_layers // num_turns, (turn + 1) * num_layers // num_turns
 
 
 def _run_layer(stage: Stage, layer: int) -> None:

@@ -21,8 +21,9 @@ from gpu_svc.cpu_layer_profiler import CpuLayerProfiler
 from gpu_svc.host_tier import CpuWork, HostTier
 from gpu_svc.kv_cache import GpuKvCache, KvPlaces
 from gpu_svc.kv_layout import KvBlocks
-from gpu_svc.kv_swap import BlockMoves, copy_blocks
+from gpu_svc.kv_swap import BlockMoves, copy_blocks, cross
 from gpu_svc.limits import Int32Array, Limits
+from gpu_svc.link import Link
 from gpu_svc.lower_pool import LowerTables
 from gpu_svc.measured import CpuTrip, lesser, points, steps
 from gpu_svc.pipeline import Stage, outputs, run_layers
@@ -35,9 +36,12 @@ from svc_common.model.spec import LayerSpec
 from svc_common.plan import IterationPlan, Mode, NewSequence, Sampling, SubBatch, Tier
 from svc_common.policy import ExecutionPolicy
 
-_NO_CPU_LAYERS = ExecutionPolicy(0)
+_NO_CPU_LAYERS = ExecutionPolicy(resident_layers=0)
 _CPU_RUNS = 3
 _SWAP_BYTES = 16 * 2**20
+_LINK_BYTES = 64 * 2**20
+_LINK_S = 0.05
+"""Of crossing an emulated link, at most."""
 _ITERATION_SEQUENCES = 4  # A point of all tables, as is 1.
 
 
@@ -50,6 +54,7 @@ class Profiler:
     cache: GpuKvCache
     host: HostTier | None
     backend: AttentionBackend
+    link: Link
     policy: ExecutionPolicy
 
     @property
@@ -102,6 +107,7 @@ class Profiler:
             swap_bytes_per_s=self._swap_bytes_per_s(),
             iteration_s=self._iteration_s(linear, decode, head),
             cpu_copy=points(copies),
+            link_bytes_per_s=self._link_bytes_per_s(),
             cpu_signal_s=statistics.median(trip.signal_s for trip in trips) if trips else 0.0,
             cpu_linear=points(cpu_linear),
             cpu_prefill=points(cpu_prefill),
@@ -269,10 +275,18 @@ class Profiler:
                 copy_blocks(lower, lower, tables.to_host(moves), shape.head_dim)
                 copy_blocks(lower, lower, tables.to_gpu(moves), shape.head_dim)
             if self._upper_layers:
-                copy_blocks(gpu, host, moves, shape.head_dim)
-                copy_blocks(host, gpu, moves, shape.head_dim)
+                cross(self.link, gpu, host, moves, moves, shape)
 
         return 2 * num_blocks * block_bytes / self._watch.least_s(there_and_back)
+
+    def _link_bytes_per_s(self) -> float:
+        """As weights cross it."""
+        lane, device = self.link.to_device, self.decoder.device
+        num_bytes = min(_LINK_BYTES, round(lane.bytes_per_s * _LINK_S) or _LINK_BYTES)
+        source = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        target = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        cross_once = partial(lane.carry, num_bytes, lambda piece: target[piece].copy_(source[piece]))
+        return num_bytes / self._watch.least_s(cross_once)
 
     def _iteration_s(
         self,

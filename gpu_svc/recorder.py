@@ -16,12 +16,13 @@ from gpu_svc.cpu_program import CpuProgram
 from gpu_svc.host_tier import HostTier
 from gpu_svc.kv_cache import GpuKvCache
 from gpu_svc.pipeline import Stage
+from gpu_svc.weight_stream import Copied
 from svc_common.decoder.decoder import Decoder
 from svc_common.plan import IterationPlan
 from svc_common.tensor_plane import EventKind, WorkEvent
 from svc_common.trace import IterationTrace, TracedSubBatch, TraceEvents, TraceKind
 
-_MAX_EVENTS_PER_LAYER = 2 * 6  # Two sub-batches, or one and a cohort; six kinds.
+_MAX_EVENTS_PER_LAYER = 2 * 7  # Two sub-batches, or one and a cohort; seven kinds.
 _MAX_EVENTS_BESIDE = 16
 
 
@@ -91,8 +92,8 @@ class Recorder(NullRecorder):
     def take_cpu_events(self, events: Sequence[tuple[int, int, int, int]]) -> None:
         self._cpu_events = events
 
-    def trace(self, plan: IterationPlan, end_ns: int) -> IterationTrace:
-        """What was noted since `begin`."""
+    def trace(self, plan: IterationPlan, end_ns: int, copied: Sequence[Copied] = ()) -> IterationTrace:
+        """What was noted since `begin`; `copied` are layers that came meanwhile."""
         num, start_ns = self._num_events, self._start_ns
         offsets = np.concatenate([[0], np.frombuffer(self._ends_ns, np.int64, num) - start_ns])
         return IterationTrace(
@@ -110,6 +111,18 @@ class Recorder(NullRecorder):
                 tuple(np.diff(offsets).tolist()),
             ),
             cpu=self._cpu_trace(),
+            link=self._link_events(copied, end_ns),
+        )
+
+    def _link_events(self, copied: Sequence[Copied], end_ns: int) -> TraceEvents:
+        """Of one that began before the iteration, the part in it; likewise at its end."""
+        inside = [(max(one.start_ns, self._start_ns), min(one.end_ns, end_ns)) for one in copied]
+        return TraceEvents(
+            (TraceKind.WEIGHT_COPY,) * len(copied),
+            tuple(one.layer for one in copied),
+            (-1,) * len(copied),
+            tuple(start_ns - self._start_ns for start_ns, _ in inside),
+            tuple(stop_ns - start_ns for start_ns, stop_ns in inside),
         )
 
     def _cpu_trace(self) -> TraceEvents:
@@ -151,9 +164,15 @@ class _RecordedStage(Stage):
     def _mark(self, kind: TraceKind) -> None:
         self._recorder.mark(kind, self._layer, self._index)
 
+    def _await_weights(self, layer: int) -> bool:
+        self._layer = layer
+        streamed = super()._await_weights(layer)
+        if streamed:
+            self._mark(TraceKind.WEIGHT_WAIT)
+        return streamed
+
     def pre_attention(self, layer: int) -> None:
         super().pre_attention(layer)
-        self._layer = layer
         self._mark(TraceKind.PRE_ATTENTION)
 
     def submit(self) -> None:
@@ -165,10 +184,13 @@ class _RecordedStage(Stage):
         super().hand_over()
         self._recorder.mark(TraceKind.SUBMIT, -1, self._index)
 
-    def run_prompts(self, layers: range) -> None:
-        super().run_prompts(layers)
-        if layers and self.batch.chunks:
-            self._recorder.mark(TraceKind.RUN_PROMPTS, -1, self._index)
+    def begin_prompts(self) -> None:
+        super().begin_prompts()
+        self._recorder.mark(TraceKind.WAIT, -1, self._index)
+
+    def run_prompts(self, layer: int) -> None:
+        super().run_prompts(layer)
+        self._recorder.mark(TraceKind.RUN_PROMPTS, layer, self._index)
 
     def take_over(self) -> None:
         super().take_over()

@@ -5,17 +5,25 @@ import logging
 import os
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor as ThreadExecutor
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 import grpc
 
 from gpu_svc.cpu_attention_client import CpuAttentionUnavailableError, attach_host_tier, region_shape
+from gpu_svc.device_memory import DoesNotFitError
 from gpu_svc.executor import Executor
 from gpu_svc.host_tier import HostTier
 from gpu_svc.limits import InvalidPlanError, Limits
-from gpu_svc.wire import plan_from_pb, policy_from_pb, policy_to_pb, result_to_pb, status_to_pb, tables_to_pb
+from gpu_svc.wire import (
+    memory_to_pb,
+    plan_from_pb,
+    policy_from_pb,
+    policy_to_pb,
+    result_to_pb,
+    status_to_pb,
+    tables_to_pb,
+)
 from neoflex.v1 import executor_pb2 as pb
 from neoflex.v1 import executor_pb2_grpc
 from svc_common.decoder.dtypes import dtype_name
@@ -52,6 +60,8 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
                 )
             try:
                 return await self._open_epoch(request, policy)
+            except DoesNotFitError as error:
+                raise failed_precondition("POLICY_DOES_NOT_FIT", str(error)) from error
             except Exception as error:  # No memory left, say, or weights that are no numbers: the planner is to say it.
                 logger.exception("epoch %d cannot be opened", request.epoch)
                 await self._in_thread(self._executor.close_epoch)
@@ -63,8 +73,8 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         await self._in_thread(executor.close_epoch)
         limits = Limits(request.max_sequences, request.max_batch_tokens, request.max_sequence_tokens)
         host, cpu_attention_error = await self._attach(request.epoch, limits, policy)
-        if host is None:
-            policy = without_cpu_layers(policy)
+        if host is None and policy.decode_cpu_layers:
+            policy = self._without_cpu_layers
         await self._in_thread(lambda: executor.open_epoch(request.epoch, limits, host, policy))
         tables = None
         if request.profile:
@@ -72,7 +82,8 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
                 tables = await self._in_thread(executor.profile)
             except PlaneError as error:
                 host, cpu_attention_error = None, f"lost while it was measured: {error}"
-                policy = without_cpu_layers(policy)
+                if policy.decode_cpu_layers:
+                    policy = self._without_cpu_layers
                 await self._in_thread(lambda: executor.open_epoch(request.epoch, limits, None, policy))
                 tables = await self._in_thread(executor.profile)
         shape, upper = executor.kv_shape, executor.kv_shape.above(policy.decode_cpu_layers)
@@ -89,6 +100,10 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             host_kv_dtype=dtype_name(shape.host_dtype),
             host_block_bytes=shape.host_block_bytes,
             policy=policy_to_pb(policy),
+            memory=self._memory(),
+            resident_layers=executor.resident_layers,
+            streamed_layers=len(executor.streamed_layers),
+            streamed_bytes=executor.streamed_bytes,
         )
         logger.info(
             "epoch %d: %d of %d layers on the CPU (%d of prompts), %d GPU blocks of %d bytes, "
@@ -107,11 +122,13 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
 
     def _policy(self, request: pb.OpenEpochRequest) -> ExecutionPolicy:
         """As asked for. Raises ServiceError where it can't be had."""
+        executor = self._executor
+        num_layers = executor.decoder.spec.num_layers
         if not request.HasField("policy"):
-            return self._executor.resident
+            return executor.fitting(ExecutionPolicy(num_layers))
         policy = policy_from_pb(request.policy)
         try:
-            policy.check(self._executor.decoder.spec.num_layers)
+            policy.check(num_layers)
         except ValueError as error:
             raise invalid_argument("policy", str(error)) from error
         prefill, decode = policy.prefill_cpu_layers, policy.decode_cpu_layers
@@ -122,7 +139,12 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             )
         if decode > 0 and self._cpu_attention_address is None:
             raise invalid_argument("policy.decode_cpu_layers", f"must be 0 where cpu_attn.kv_bytes is 0, is {decode}")
-        return policy
+        return executor.fitting(policy) if request.fewer_resident_layers else policy
+
+    @property
+    def _without_cpu_layers(self) -> ExecutionPolicy:
+        """Where there is nobody to compute any."""
+        return self._executor.fitting(ExecutionPolicy(self._executor.decoder.spec.num_layers))
 
     async def _attach(self, epoch: int, limits: Limits, policy: ExecutionPolicy) -> tuple[HostTier | None, str]:
         """The host tier, or why there is none."""
@@ -168,15 +190,14 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
     async def GetExecutorStatus(
         self, request: pb.GetExecutorStatusRequest, context: Context
     ) -> pb.GetExecutorStatusResponse:
-        return status_to_pb(self._executor.status(), os.getpid())
+        return status_to_pb(self._executor.status(), self._memory(), os.getpid())
+
+    def _memory(self) -> pb.DeviceMemory | None:
+        memory = self._executor.memory
+        return memory_to_pb(memory, self._executor.link_bytes_per_s) if memory else None
 
     def _in_thread(self, work: Callable[[], T]) -> "asyncio.Future[T]":
         return asyncio.get_running_loop().run_in_executor(self._thread, work)
-
-
-def without_cpu_layers(policy: ExecutionPolicy) -> ExecutionPolicy:
-    """Where there is nobody to compute these."""
-    return replace(policy, prefill_cpu_layers=0, decode_cpu_layers=0)
 
 
 def _check_open_epoch(request: pb.OpenEpochRequest) -> None:

@@ -26,3 +26,4 @@ class Tables:
     """(num_tokens, one layer of those that the CPU computes)"""
     cpu_prefill: tuple[tuple[int, int, float], ...] = ()
     """(chunk_tokens, past_tokens, attention in one of these)"""
+    link_bytes_per_s: float = 0.0

@@ -64,6 +64,12 @@ class Placement:
     cpu_attention_threads: int
     policy: ExecutionPolicy | None = None
     """That the executor follows, which lacks the CPU layers asked for where no CPU attention service is attached."""
+    resident_layers: int = 0
+    """Whose weights stay on the device."""
+    streamed_layers: int = 0
+    """Whose weights cross the link in each iteration."""
+    streamed_bytes: int = 0
+    """Of weights, in each iteration."""
     cpu_attention_limits: tuple[int, int] | None = None
     """Fewest and most threads that the planner sets; None where it leaves their number alone."""
 
@@ -96,6 +102,7 @@ class ExecutorClient:
             max_sequence_tokens=limits.max_sequence_tokens,
             profile=profile,
             policy=wire.policy_to_message(policy) if policy else None,
+            fewer_resident_layers=True,
         )
         timeout_s = (_PROFILE_S if profile else _OPEN_S) + (_LOAD_LAYERS_S if policy else 0.0)
         try:
@@ -114,6 +121,9 @@ class ExecutorClient:
             cpu_attention_error=opened.cpu_attention_error,
             cpu_attention_threads=opened.cpu_attention_threads,
             policy=wire.policy_from_message(opened.policy) if opened.HasField("policy") else None,
+            resident_layers=opened.resident_layers,
+            streamed_layers=opened.streamed_layers,
+            streamed_bytes=opened.streamed_bytes,
         )
         return placement, wire.tables_from_message(opened.tables) if opened.HasField("tables") else None
 

@@ -121,6 +121,8 @@ def result_from_message(message: pb.IterationResult) -> IterationResult:
             swap_ns=timings.swap_ns,
             head_ns=timings.head_ns,
             idle_ns=timings.idle_ns,
+            weight_wait_ns=timings.weight_wait_ns,
+            weight_bytes=timings.weight_bytes,
         ),
         swapped_out_bytes=message.swapped_out_bytes,
         swapped_in_bytes=message.swapped_in_bytes,
@@ -153,6 +155,7 @@ def tables_from_message(message: pb.OperationTables) -> OperationTables:
         cpu_signal_s=message.cpu_signal_s,
         cpu_linear=_linear_points(message.cpu_linear),
         cpu_prefill=_prefill_points(message.cpu_prefill),
+        link_bytes_per_s=message.link_bytes_per_s,
     )
 
 

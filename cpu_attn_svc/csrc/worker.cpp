@@ -60,7 +60,7 @@ IterationTimes Worker::run(const std::vector<SubBatch>& sub_batches, LayerRange 
             plans.emplace_back(batch.decodes, heads_, kernel_shape_, window, num_threads);
 
     Control& control = region_.control();
-    const bool by_layer = region_.shape().num_cpu_layers == 0;
+    const bool by_layer = !layers.in_turn;
     const std::size_t num_submits = sub_batches.size() * layers.count;
     const auto all_batches = static_cast<std::uint32_t>(work.first_batch + work.batches.size());
     std::size_t submit = 0, batch = 0;  // what comes next of either work

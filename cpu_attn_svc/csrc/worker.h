@@ -1,7 +1,7 @@
 // Computes one iteration over a region: batches through the CPU layers, and decode attention of the layers above them.
 //
-// Attention comes layer by layer, sub-batch by sub-batch, as the executor submits it; with CPU layers all layers of one
-// sub-batch after the other. It goes before what is left of the CPU layers: the executor waits for each.
+// Attention comes layer by layer, sub-batch by sub-batch, as the executor submits it, or with CPU layers all layers of
+// one sub-batch after the other. It goes before what is left of the CPU layers: the executor waits for each.
 #pragma once
 
 #include <array>
@@ -27,6 +27,7 @@ struct SubBatch {
 struct LayerRange {
     std::int32_t first;
     std::int32_t count;
+    bool in_turn = false;  // all of them for one sub-batch, then for the next; else layer by layer
 };
 
 struct IterationTimes {

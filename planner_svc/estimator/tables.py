@@ -49,3 +49,5 @@ class OperationTables:
     cpu_linear: tuple[LinearPoint, ...] = ()
     """In layers that the CPU computes."""
     cpu_prefill: tuple[PrefillPoint, ...] = ()
+    link_bytes_per_s: float = 0.0
+    """Of weights from host memory to the device; 0 where it was not measured."""

@@ -22,8 +22,8 @@ VERSION = 4
 _DESCRIPTOR_MAGIC = 0x4449464E  # "NFID"
 _REPORT_MAGIC = 0x5249464E  # "NFIR"
 # magic, version, num_sub_batches, epoch, iteration, host_blocks_used, first_layer, num_layers, trace,
-# num_layer_batches, first_layer_batch
-_DESCRIPTOR = struct.Struct("<IHHQQiiiIII")
+# num_layer_batches, first_layer_batch, in_turn
+_DESCRIPTOR = struct.Struct("<IHHQQiiiIIII")
 # slot, first_submit, num_sequences, stride
 _SUB_BATCH = struct.Struct("<iIII")
 # first_row, num_layers, num_chunks, num_decodes, stride
@@ -103,6 +103,8 @@ class Descriptor:
     """In the order in which they pass the CPU layers."""
     first_layer_batch: int = 0
     """Number on the layers' doorbell before the iteration."""
+    in_turn: bool = False
+    """All layers of one sub-batch are submitted before those of the next; else each layer of all before the next."""
 
     @property
     def has_work(self) -> bool:
@@ -177,6 +179,7 @@ def encode_descriptor(descriptor: Descriptor) -> bytes:
             descriptor.trace,
             len(descriptor.layer_batches),
             descriptor.first_layer_batch,
+            descriptor.in_turn,
         )
     ]
     for submitted in descriptor.sub_batches:
@@ -235,7 +238,9 @@ def decode_descriptor(message: bytes) -> Descriptor:
     reader = _Reader(message)
     magic, version, num_sub_batches, *numbers = reader.header(_DESCRIPTOR)
     _check_kind("descriptor", magic, _DESCRIPTOR_MAGIC, version)
-    epoch, iteration, host_blocks_used, first_layer, num_layers, trace, num_layer_batches, first_batch = numbers
+    epoch, iteration, host_blocks_used, first_layer, num_layers, trace, num_layer_batches, first_batch, in_turn = (
+        numbers
+    )
     sub_batches = []
     for _ in range(num_sub_batches):
         slot, first_submit, num_sequences, stride = reader.header(_SUB_BATCH)
@@ -259,6 +264,7 @@ def decode_descriptor(message: bytes) -> Descriptor:
         bool(trace),
         tuple(layer_batches),
         first_batch,
+        bool(in_turn),
     )
 
 

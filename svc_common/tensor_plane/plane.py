@@ -115,9 +115,10 @@ class TensorPlane:
         trace: bool = False,
         layers: range | None = None,
         layer_batches: Sequence[LayerBatch] = (),
+        in_turn: bool = False,
     ) -> None:
         """Describes an iteration: attention for its sub-batches in `layers`, or in all above the CPU layers, and what
-        passes those.
+        passes those. `in_turn`: as of Descriptor.
 
         Without any it only accounts for blocks, and `finish` must not follow.
         """
@@ -135,6 +136,7 @@ class TensorPlane:
                 trace,
                 tuple(layer_batches),
                 self._exchange.num_layer_batches,
+                in_turn,
             )
         )
         try:

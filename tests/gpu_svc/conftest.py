@@ -56,7 +56,7 @@ def make_driver() -> Iterator[MakeDriver]:
     ) -> Driver:
         shape = KvShape.of(decoder.spec, block_tokens, kv_dtype or decoder.dtype, host_kv_dtype)
         host_kv_bytes = cpu_attention.kv_bytes if cpu_attention else 0
-        executor = Executor(decoder, shape, num_gpu_blocks * shape.block_bytes, None, host_kv_bytes)
+        executor = Executor(decoder, shape, num_gpu_blocks * shape.block_bytes, host_kv_bytes=host_kv_bytes)
         host = None
         if cpu_attention:
             region = region_shape(decoder, shape, limits, policy, executor.num_gpu_blocks(policy))

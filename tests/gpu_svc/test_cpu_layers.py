@@ -33,9 +33,16 @@ VARIANTS = ("mistral-window", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "opt
 ALL_SPLITS = [(p, x) for x in (1, 2, 3) for p in range(x + 1)]
 
 
+@pytest.fixture(scope="session")
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where layer files are written, each once."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture
-def make_layers_driver(tmp_path: Path) -> Iterator[MakeDriver]:
+def make_layers_driver(tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeDriver]:
     """Drivers under a policy, beside the service's own code in this process."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache_dir))
     hosts: list[AttentionHost] = []
     drivers: list[Driver] = []
 
@@ -49,9 +56,9 @@ def make_layers_driver(tmp_path: Path) -> Iterator[MakeDriver]:
     ) -> Driver:
         decoder = decoder or load_decoder(files)
         spec = decoder.spec
-        policy = ExecutionPolicy(spec.num_layers - decode_layers, prompt_layers, decode_layers)
+        policy = ExecutionPolicy(spec.num_layers - prompt_layers, prompt_layers, decode_layers)
         shape = KvShape.of(spec, BLOCK_TOKENS, decoder.dtype, host_kv_dtype)
-        executor = Executor(decoder, shape, num_gpu_blocks * shape.block_bytes, None, KV_BYTES)
+        executor = Executor(decoder, shape, num_gpu_blocks * shape.block_bytes, host_kv_bytes=KV_BYTES)
         region = region_shape(decoder, shape, LIMITS, policy, executor.num_gpu_blocks(policy))
         config = CpuAttnConfig(kv_bytes=KV_BYTES, num_threads=1, segment_dir=tmp_path)
         host = AttentionHost(config, 1, [], str(files.directory))
