@@ -223,7 +223,9 @@ def host_iterations(address: str, num_sequences: int, num_iterations: int) -> li
     shape = KvShape.of(spec, BLOCK_TOKENS, decoder.dtype)
     limits = Limits(max_sequences=num_sequences, max_batch_tokens=PROMPT_TOKENS, max_sequence_tokens=1024)
     executor = Executor(decoder, shape, 0)
-    executor.open_epoch(1, limits, asyncio.run(attach_host_tier(address, 1, region_shape(decoder, shape, limits))))
+    executor.open_epoch(
+        1, limits, asyncio.run(attach_host_tier(address, 1, region_shape(decoder, shape, limits), decoder))
+    )
     random = np.random.default_rng(0)
     stride = -(-(PROMPT_TOKENS + num_iterations + 1) // BLOCK_TOKENS)
     plans: list[tuple[tuple[NewSequence, ...], SubBatch]] = []

@@ -189,7 +189,7 @@ def open_epoch(executor: Executor, address: str, number: int, num_sequences: int
     executor.close_epoch()
     for attempt in range(30):
         try:
-            host = asyncio.run(attach_host_tier(address, number, shape))
+            host = asyncio.run(attach_host_tier(address, number, shape, executor.decoder))
             break
         except CpuAttentionUnavailableError:
             if attempt == 29:

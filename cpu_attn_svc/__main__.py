@@ -38,7 +38,7 @@ def main() -> None:
     # gpu_svc's threads, if pinned, take from the other end.
     claim = CpuClaim(pinnable_cpus(from_end=True), config.cpu_attn.num_threads)
     try:
-        host = AttentionHost(config.cpu_attn, usable_cores(), claim.cpus)
+        host = AttentionHost(config.cpu_attn, usable_cores(), claim.cpus, config.model.source)
         logger.info("threads stay on CPUs %s", claim.cpus or "of the kernel's choice")
         asyncio.run(serve(config.cpu_attn.listen, host))
     except ListenError as error:

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from gpu_svc.kv_cache import KvPlaces, write_kv
 from gpu_svc.kv_layout import KvBlocks
-from svc_common.tensor_plane import CpuSubBatch, Report, TensorPlane
+from svc_common.tensor_plane import CpuSubBatch, LayerBatch, Report, TensorPlane
 
 # Far longer than the CPU attends for in one layer; the service's death is noticed long before.
 _TIMEOUT_S = 5.0
+# The same for a batch on its way through the CPU layers, and for attention, which may have to wait for one of them.
+_LAYERS_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +40,17 @@ class HostTier:
     def __init__(self, plane: TensorPlane, num_threads: int) -> None:
         self._plane = plane
         self._number = 0
+        self._place_of: dict[int, int] = {}  # of this iteration's layer batches
         self.num_threads = num_threads
         self.num_blocks = plane.num_blocks
-        scales = None if plane.scales is None else torch.from_numpy(plane.scales)
-        self.blocks = KvBlocks(_as_tensor(plane.pool), scales)
-        """The shared pool, all layers."""
+        self.blocks = _as_blocks(plane.pool, plane.scales)
+        """The shared pool, all layers but those that the CPU computes."""
+        self.lower = _as_blocks(plane.lower, plane.lower_scales)
+        """The lower pool: those layers, for both tiers; see lower_pool.py."""
+        self.first_layer = len(plane.lower)
+        """Of `blocks`."""
+        self._hidden = torch.from_numpy(plane.hidden)
+        self._timeout_s = _LAYERS_TIMEOUT_S if self.first_layer else _TIMEOUT_S
         self._exchange = [
             tuple(map(_as_tensor, (plane.q(slot), plane.k(slot), plane.v(slot), plane.out(slot)))) for slot in range(2)
         ]
@@ -54,12 +62,24 @@ class HostTier:
         return self._plane.wait_ns + self._finish_ns
 
     def begin(
-        self, work: Sequence[CpuWork], host_blocks_used: int, trace: bool = False, layers: range | None = None
+        self,
+        work: Sequence[CpuWork],
+        host_blocks_used: int,
+        trace: bool = False,
+        layers: range | None = None,
+        layer_batches: Sequence[LayerBatch] = (),
+        in_turn: bool = False,
     ) -> None:
-        """Describes an iteration: its CPU decodes in the order in which each of `layers`, or of all, submits them."""
+        """Describes an iteration: its CPU decodes in the order in which they are submitted, and the batches that pass
+        the CPU layers.
+
+        Each of `layers`, or of all, submits the decodes of one sub-batch after the other; or, `in_turn`, all layers of
+        one sub-batch come before those of the next.
+        """
         self._number += 1
+        self._place_of = {id(batch): place for place, batch in enumerate(layer_batches)}
         sub_batches = [CpuSubBatch(part.slot, part.context_tokens, part.block_tables) for part in work]
-        self._plane.begin(self._number, sub_batches, host_blocks_used, trace, layers)
+        self._plane.begin(self._number, sub_batches, host_blocks_used, trace, layers, layer_batches, in_turn)
 
     def submit(self, slot: int, q: Tensor, kv: Tensor, rows: slice) -> None:
         """Hands over rows of q [n, num_q_heads, head_dim] and kv [n, 2, num_kv_heads, head_dim]: the slot's next layer.
@@ -80,21 +100,41 @@ class HostTier:
         """Writes the attention of this slot's last submit to rows of out [n, num_q_heads, head_dim]."""
         num = rows.stop - rows.start
         if out.is_cpu:
-            self._plane.wait_rows(slot, out, rows.start, num, _TIMEOUT_S)
+            self._plane.wait_rows(slot, out, rows.start, num, self._timeout_s)
             return
-        self._plane.wait(slot, _TIMEOUT_S)
+        self._plane.wait(slot, self._timeout_s)
         out[rows].copy_(self._exchange[slot][3][:num])
 
+    def put_hidden(self, batch: LayerBatch, hidden: Tensor) -> None:
+        """Hands over hidden [n, hidden_size] for the CPU layers; `submit_layers` rings for all."""
+        self._rows(batch).copy_(hidden)
+
+    def submit_layers(self) -> None:
+        """Once all batches are put that `begin` named."""
+        self._plane.submit_layers()
+
+    def take_hidden(self, batch: LayerBatch, hidden: Tensor) -> None:
+        """Waits for one of those batches and writes what the CPU layers made of it to hidden [n, hidden_size]."""
+        self._plane.wait_layers(self._place_of[id(batch)], self._timeout_s)
+        hidden.copy_(self._rows(batch))
+
+    def _rows(self, batch: LayerBatch) -> Tensor:
+        return self._hidden[batch.first_row : batch.first_row + batch.num_tokens]
+
     def finish(self) -> Report:
-        """Ends an iteration that had CPU decodes."""
+        """Ends an iteration that had work for the CPU."""
         start = time.perf_counter_ns()
-        report = self._plane.finish(_TIMEOUT_S)
+        report = self._plane.finish(self._timeout_s)
         self._finish_ns += time.perf_counter_ns() - start
         return report
 
+    def layer(self, layer: int) -> KvBlocks:
+        """Blocks of a layer of the model: of the lower pool, where it is one of the CPU's."""
+        return self.lower[layer] if layer < self.first_layer else self.blocks[layer - self.first_layer]
+
     def write(self, layer: int, places: KvPlaces, kv: Tensor) -> None:
-        """Stores a prefill chunk's kv [n, 2, num_kv_heads, head_dim]; `places` are the CPU's."""
-        write_kv(self.blocks[layer], places, kv.cpu())
+        """Stores a prefill chunk's kv [n, 2, num_kv_heads, head_dim]; `places` are the CPU's, in that layer's pool."""
+        write_kv(self.layer(layer), places, kv.cpu())
 
     @property
     def is_alive(self) -> bool:
@@ -103,8 +143,13 @@ class HostTier:
     def close(self) -> None:
         """Gives the pool up; memory is unmapped once the last tensor on it is gone."""
         self._plane.close()
-        self.blocks = KvBlocks(torch.empty(0))
+        self.blocks = self.lower = KvBlocks(torch.empty(0))
+        self._hidden = torch.empty(0)
         self._exchange = []
+
+
+def _as_blocks(pool: NDArray[np.generic], scales: NDArray[np.generic] | None) -> KvBlocks:
+    return KvBlocks(_as_tensor(pool), None if scales is None else torch.from_numpy(scales))
 
 
 def _as_tensor(array: NDArray[np.generic]) -> Tensor:

@@ -22,3 +22,8 @@ class Tables:
     cpu_copy: tuple[tuple[int, float], ...] = ()
     """(num_sequences, one layer)"""
     cpu_signal_s: float = 0.0
+    cpu_linear: tuple[tuple[int, float], ...] = ()
+    """(num_tokens, one layer of those that the CPU computes)"""
+    cpu_prefill: tuple[tuple[int, int, float], ...] = ()
+    """(chunk_tokens, past_tokens, attention in one of these)"""
+    link_bytes_per_s: float = 0.0

@@ -10,6 +10,7 @@ from planner_svc import wire
 from planner_svc.estimator import OperationTables
 from svc_common.grpc_server import CHANNEL_OPTIONS
 from svc_common.plan import IterationPlan, IterationResult
+from svc_common.policy import ExecutionPolicy
 
 _OPTIONS = [
     *CHANNEL_OPTIONS,
@@ -22,6 +23,8 @@ _PROFILE_S = 900.0
 """Profiling a large model on a slow device takes minutes."""
 _OPEN_S = 180.0
 """A host pool of hundreds of GiB takes minutes to reserve."""
+_LOAD_LAYERS_S = 1200.0
+"""Layers that change places come from a disk, tens of GB of them."""
 _PROBE_S = 1.0
 
 
@@ -59,6 +62,14 @@ class Placement:
     """0 where no CPU attention service is attached."""
     cpu_attention_error: str
     cpu_attention_threads: int
+    policy: ExecutionPolicy | None = None
+    """That the executor follows, which lacks the CPU layers asked for where no CPU attention service is attached."""
+    resident_layers: int = 0
+    """Whose weights stay on the device."""
+    streamed_layers: int = 0
+    """Whose weights cross the link in each iteration."""
+    streamed_bytes: int = 0
+    """Of weights, in each iteration."""
     cpu_attention_limits: tuple[int, int] | None = None
     """Fewest and most threads that the planner sets; None where it leaves their number alone."""
 
@@ -81,18 +92,21 @@ class ExecutorClient:
         return int(status.epoch)
 
     async def open_epoch(
-        self, epoch: int, limits: EpochLimits, profile: bool
+        self, epoch: int, limits: EpochLimits, profile: bool, policy: ExecutionPolicy | None
     ) -> tuple[Placement, OperationTables | None]:
-        """Starts an epoch; with measured tables where `profile` is set."""
+        """Starts an epoch; with measured tables where `profile` is set. Without a policy the executor has its own."""
         request = executor_pb2.OpenEpochRequest(
             epoch=epoch,
             max_sequences=limits.max_sequences,
             max_batch_tokens=limits.max_batch_tokens,
             max_sequence_tokens=limits.max_sequence_tokens,
             profile=profile,
+            policy=wire.policy_to_message(policy) if policy else None,
+            fewer_resident_layers=True,
         )
+        timeout_s = (_PROFILE_S if profile else _OPEN_S) + (_LOAD_LAYERS_S if policy else 0.0)
         try:
-            opened = await self._stub.OpenEpoch(request, timeout=_PROFILE_S if profile else _OPEN_S)
+            opened = await self._stub.OpenEpoch(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             raise _lost(error) from error
         placement = Placement(
@@ -106,6 +120,10 @@ class ExecutorClient:
             host_blocks=opened.host_blocks,
             cpu_attention_error=opened.cpu_attention_error,
             cpu_attention_threads=opened.cpu_attention_threads,
+            policy=wire.policy_from_message(opened.policy) if opened.HasField("policy") else None,
+            resident_layers=opened.resident_layers,
+            streamed_layers=opened.streamed_layers,
+            streamed_bytes=opened.streamed_bytes,
         )
         return placement, wire.tables_from_message(opened.tables) if opened.HasField("tables") else None
 

@@ -26,6 +26,7 @@ from planner_svc.scheduler import Capacity, TokenEvent
 from planner_svc.traces import Traces
 from svc_common.errors import unavailable
 from svc_common.plan import ExecutionError, IterationPlan, IterationResult
+from svc_common.policy import ExecutionPolicy
 
 PLANS_AHEAD = 2
 """One runs, one waits."""
@@ -43,6 +44,7 @@ class EpochEnd(Enum):
     HOST_LOST = "the CPU attention service is lost"
     HOST_BACK = "the CPU attention service can be attached again"
     FAILED = "an iteration failed"
+    POLICY = "layers are to run elsewhere"
 
 
 class ExecutorLoop:
@@ -55,11 +57,15 @@ class ExecutorLoop:
         host: HostClient | None,
         limits: EpochLimits,
         block_tokens: int,
-        make_estimator: Callable[[OperationTables], TableEstimator],
+        make_estimator: Callable[[OperationTables, ExecutionPolicy | None], TableEstimator],
         cores: CoreKeeper,
         traces: Traces,
+        policy: ExecutionPolicy | None = None,
     ) -> None:
-        """`host` is None where no CPU attention service is configured."""
+        """`host` is None where no CPU attention service is configured.
+
+        Without a policy layers run where the executor puts them.
+        """
         self._engine = engine
         self._executor = executor
         self._host = host
@@ -68,7 +74,10 @@ class ExecutorLoop:
         self._make_estimator = make_estimator
         self._cores = cores
         self._traces = traces
-        self._tables: OperationTables | None = None
+        self._policy = policy
+        self._tables: dict[ExecutionPolicy | None, OperationTables] = {}
+        """By what was asked for, and by what the executor made of it."""
+        self._estimators: dict[ExecutionPolicy | None, TableEstimator] = {}
         self._capacity: Capacity | None = None
         self._estimator: TableEstimator | None = None
         self._epoch = time.time_ns()  # Later than any epoch of a planner before this one.
@@ -119,17 +128,24 @@ class ExecutorLoop:
 
     async def _open(self, profile: bool) -> None:
         """Opens the next epoch and hands it to the engine. Raises ExecutorLostError."""
-        self._epoch += 1
-        placement, tables = await self._executor.open_epoch(self._epoch, self._limits, profile)
+        placement, tables = await self._open_epoch(profile or self._policy not in self._tables)
+        if tables is None and placement.policy not in self._tables:
+            # Not as it was asked for: the CPU attention service, and with it its layers, has gone since.
+            placement, tables = await self._open_epoch(profile=True)
         self._note_attachment(placement)
         if placement.host_blocks == 0 and self._host and self.placement is None:
             raise ExecutorLostError(f"no CPU attention at the first start: {placement.cpu_attention_error}")
         if tables is not None:
-            self._tables = tables
-            self._estimator = self._make_estimator(tables)
-            self._cores.measured(self._estimator, placement.cpu_attention_threads)
-        if self._estimator is None:
+            estimator = self._make_estimator(tables, placement.policy)
+            self._cores.measured(estimator, placement.cpu_attention_threads)
+            # What was asked for is known by that name only as long as it is what there is.
+            has_all = placement.host_blocks > 0 or self._host is None or self._policy is None
+            for key in {placement.policy, self._policy} if has_all else {placement.policy}:
+                self._tables[key], self._estimators[key] = tables, estimator
+        if placement.policy not in self._estimators:
             raise ExecutorLostError("the executor measured no tables")
+        self._estimator = self._estimators[placement.policy]
+        self._estimator.stream(placement.streamed_layers, placement.streamed_bytes)
         self._capacity = Capacity(
             gpu_blocks=placement.gpu_blocks,
             host_blocks=placement.host_blocks,
@@ -138,11 +154,12 @@ class ExecutorLoop:
             max_batch_tokens=self._limits.max_batch_tokens,
             max_sequence_tokens=self._limits.max_sequence_tokens,
             block_bytes=placement.host_block_bytes,
+            has_cpu_layers=placement.policy is not None and placement.policy.decode_cpu_layers > 0,
         )
         self.placement = placement
         logger.info(
             "epoch %d: %s, %s, KV %s, on the host %s, %d GPU blocks, %d host blocks of %d tokens, "
-            "%d CPU attention threads%s",
+            "%d CPU attention threads%s%s",
             self._epoch,
             placement.device,
             placement.compute_dtype,
@@ -153,6 +170,7 @@ class ExecutorLoop:
             self._block_tokens,
             placement.cpu_attention_threads,
             f"; {placement.cpu_attention_error}" if placement.cpu_attention_error else "",
+            f"; {placement.streamed_layers} layers are streamed" if placement.streamed_layers else "",
         )
         self._cores.begin_epoch()
         self._engine.open(self._capacity, self._estimator, self._epoch)
@@ -166,8 +184,23 @@ class ExecutorLoop:
             self._lose_host()
         self._engine.suspend()
         # Tables measured without the host say nothing about attention there.
-        assert self._tables is not None
-        await self._open(profile=end is EpochEnd.HOST_BACK and not self._tables.cpu_decode)
+        tables = self._tables.get(self._policy)
+        await self._open(profile=end is EpochEnd.HOST_BACK and tables is not None and not tables.cpu_decode)
+
+    async def _open_epoch(self, profile: bool) -> tuple[Placement, OperationTables | None]:
+        self._epoch += 1
+        return await self._executor.open_epoch(self._epoch, self._limits, profile, self._policy)
+
+    def change_policy(self, policy: ExecutionPolicy | None) -> None:
+        """Layers run as `policy` says from a new epoch on, which begins at once.
+
+        Requests in hand go on in it, computed again from prompt and tokens so far. No policy: the executor's own.
+        """
+        if policy == self._policy:
+            return
+        self._policy = policy
+        if self._driving:
+            self._request_end(EpochEnd.POLICY)
 
     def _lose_host(self) -> None:
         """Tells callers at once, before the executor has given up on the service and opened the next epoch."""

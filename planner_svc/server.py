@@ -5,6 +5,7 @@ import contextlib
 
 from neoflex.v1 import inference_pb2, inference_pb2_grpc, trace_pb2, trace_pb2_grpc
 from planner_svc.classes import service_classes
+from planner_svc.configured_policy import configured_policy
 from planner_svc.core_keeper import CoreKeeper
 from planner_svc.cores import CoreController, ThreadLimits
 from planner_svc.engine import Engine
@@ -17,6 +18,7 @@ from planner_svc.traces import Traces
 from svc_common.config import Config
 from svc_common.errors import unavailable
 from svc_common.grpc_server import GrpcServer
+from svc_common.policy import ExecutionPolicy
 
 SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 _TRACE_SERVICE_NAME = trace_pb2.DESCRIPTOR.services_by_name["TraceService"].full_name
@@ -29,6 +31,7 @@ class PlannerServer:
     """Started once, stopped once. Ready when the executor is."""
 
     def __init__(self, config: Config, model: ServedModel) -> None:
+        """Raises ConfigError where the model has other layers than the configuration speaks of."""
         expects_host = config.cpu_attn.kv_bytes > 0
         planner = config.planner
         classes = service_classes(planner)
@@ -37,15 +40,25 @@ class PlannerServer:
         self._host = HostClient(config.cpu_attn.listen) if expects_host else None
         limits = EpochLimits(planner.max_running_sequences, planner.max_batch_tokens, model.limits.max_sequence_tokens)
 
-        def make_estimator(tables: OperationTables) -> TableEstimator:
-            return TableEstimator(tables, model.spec.num_layers)
+        num_layers = model.spec.num_layers
+
+        def make_estimator(tables: OperationTables, policy: ExecutionPolicy | None) -> TableEstimator:
+            return TableEstimator(tables, num_layers, policy)
 
         host = config.cpu_attn
         elastic = ThreadLimits(host.min_threads, host.max_threads or None) if host.elastic else None
         cores = CoreKeeper(CoreController(elastic), self._engine.counters)
         traces = Traces()
         self._loop = ExecutorLoop(
-            self._engine, self._executor, self._host, limits, model.block_tokens, make_estimator, cores, traces
+            self._engine,
+            self._executor,
+            self._host,
+            limits,
+            model.block_tokens,
+            make_estimator,
+            cores,
+            traces,
+            configured_policy(planner, num_layers),
         )
         self._server = GrpcServer(planner.listen, [SERVICE_NAME, _TRACE_SERVICE_NAME])
         servicer = InferenceServicer(model, self._engine, classes, lambda: self._loop.placement)

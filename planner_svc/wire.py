@@ -17,6 +17,7 @@ from svc_common.plan import (
     Timings,
     TokenLogprobs,
 )
+from svc_common.policy import ExecutionPolicy
 from svc_common.trace_wire import trace_from_message
 
 _MODES = {
@@ -32,6 +33,18 @@ _ERRORS: dict[int, ExecutionError] = {
     pb.EXECUTION_ERROR_INVALID_PLAN: ExecutionError.INVALID_PLAN,
     pb.EXECUTION_ERROR_DEVICE: ExecutionError.DEVICE,
 }
+
+
+def policy_to_message(policy: ExecutionPolicy) -> pb.ExecutionPolicy:
+    return pb.ExecutionPolicy(
+        resident_layers=policy.resident_layers,
+        prefill_cpu_layers=policy.prefill_cpu_layers,
+        decode_cpu_layers=policy.decode_cpu_layers,
+    )
+
+
+def policy_from_message(message: pb.ExecutionPolicy) -> ExecutionPolicy:
+    return ExecutionPolicy(message.resident_layers, message.prefill_cpu_layers, message.decode_cpu_layers)
 
 
 def plan_to_message(plan: IterationPlan) -> pb.IterationPlan:
@@ -108,6 +121,8 @@ def result_from_message(message: pb.IterationResult) -> IterationResult:
             swap_ns=timings.swap_ns,
             head_ns=timings.head_ns,
             idle_ns=timings.idle_ns,
+            weight_wait_ns=timings.weight_wait_ns,
+            weight_bytes=timings.weight_bytes,
         ),
         swapped_out_bytes=message.swapped_out_bytes,
         swapped_in_bytes=message.swapped_in_bytes,
@@ -130,7 +145,7 @@ def tables_from_message(message: pb.OperationTables) -> OperationTables:
     """The measured tables as the estimator takes them."""
     return OperationTables(
         linear=_linear_points(message.linear),
-        prefill=tuple(PrefillPoint(p.chunk_tokens, p.past_tokens, p.seconds) for p in message.prefill),
+        prefill=_prefill_points(message.prefill),
         gpu_decode=_decode_points(message.gpu_decode),
         cpu_decode=_decode_points(message.cpu_decode),
         head=_linear_points(message.head),
@@ -138,7 +153,14 @@ def tables_from_message(message: pb.OperationTables) -> OperationTables:
         iteration_s=message.iteration_s,
         cpu_copy=_linear_points(message.cpu_copy),
         cpu_signal_s=message.cpu_signal_s,
+        cpu_linear=_linear_points(message.cpu_linear),
+        cpu_prefill=_prefill_points(message.cpu_prefill),
+        link_bytes_per_s=message.link_bytes_per_s,
     )
+
+
+def _prefill_points(points: Iterable[pb.PrefillPoint]) -> tuple[PrefillPoint, ...]:
+    return tuple(PrefillPoint(p.chunk_tokens, p.past_tokens, p.seconds) for p in points)
 
 
 def _linear_points(points: Iterable[pb.LinearPoint]) -> tuple[LinearPoint, ...]:

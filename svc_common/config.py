@@ -27,6 +27,7 @@ MAX_PORT = 65535
 _SIZE = re.compile(r"\s*\d*\.?\d+\s*[a-zA-Z]*\s*")
 
 Mode = Literal["auto", "gpu_only", "asymmetric", "same_layer", "decoupled"]
+PhasePolicy = Literal["auto", "resident", "offload", "partition", "cpu_only"]
 
 
 class ConfigError(Exception):
@@ -134,6 +135,14 @@ class PlannerConfig(Section):
     mode: Mode = "auto"
     """"auto" chooses each iteration by predicted throughput. The others force how sequences on the host decode: not at
     all, in two sub-batches where both have work, in one batch, or as a cohort at its own pace."""
+    prefill_policy: PhasePolicy = "auto"
+    """Where the model's layers run for prompts: on the device, "resident" or "offload", which streams the weights of
+    those that don't fit there; the first `cpu_layers` in cpu_attn_svc, "partition"; or all of them there, "cpu_only",
+    with embedding, head and sampling still in gpu_svc. "auto": on the device."""
+    decode_policy: PhasePolicy = "auto"
+    """The same for decodes, which must have at least as many layers in cpu_attn_svc as prompts."""
+    cpu_layers: Annotated[int, Field(ge=0)] = 0
+    """Layers of a "partition" that cpu_attn_svc computes; from 1 to one less than the model has."""
     max_waiting_requests: Annotated[int, Field(ge=1)] = 1024
     """Requests that may wait; further ones are refused."""
     max_running_sequences: Annotated[int, Field(ge=1, le=4096)] = 256
@@ -159,6 +168,12 @@ class GpuConfig(Section):
     """Type to compute in; "auto" measures at start-up."""
     kv_bytes: Size = ByteSize(512 * 2**20)
     """Cap of the GPU KV cache. 0 keeps all KV on the host."""
+    memory_bytes: Size | None = None
+    """Cap of weights, buffers for weights and KV on the device together; default: what the device has. Layers that do
+    not fit beside `kv_bytes` stay in host memory and are streamed to the device in each iteration."""
+    link_bytes_per_s: Size = ByteSize(0)
+    """On device "cpu": bandwidth of the emulated link, each way, that streamed weights and swapped KV cross; 0: as fast
+    as copies go."""
     num_threads: Annotated[int, Field(ge=0)] = 0
     """Threads of torch on the CPU device; 0: the cores this process may use, less those of cpu_attn_svc."""
     profile: Literal["auto", "always"] = "auto"
@@ -220,6 +235,12 @@ class Config(Section):
             raise ValueError(f'kv.host_dtype "{self.kv.host_dtype}" needs cpu_attn.kv_bytes greater than 0')
         if self.cpu_attn.elastic and self.cpu_attn.kv_bytes == 0:
             raise ValueError("cpu_attn.elastic needs cpu_attn.kv_bytes greater than 0")
+        for key in ("prefill_policy", "decode_policy"):
+            policy = getattr(self.planner, key)
+            if policy in ("partition", "cpu_only") and self.cpu_attn.kv_bytes == 0:
+                raise ValueError(f'planner.{key} "{policy}" needs cpu_attn.kv_bytes greater than 0')
+            if policy in ("partition", "cpu_only") and self.planner.mode == "decoupled":
+                raise ValueError(f'planner.{key} "{policy}" has no cohort: planner.mode must not be "decoupled"')
         if self.planner.mode == "gpu_only" and self.gpu.kv_bytes == 0:
             raise ValueError('planner.mode "gpu_only" needs gpu.kv_bytes greater than 0')
         return self

@@ -16,6 +16,7 @@ from svc_common.cpu_kernels._kernels import (
     read_ceiling,
     runnable_instruction_sets,
     runnable_linear_instruction_sets,
+    weight_memory,
     write_kv,
 )
 
@@ -35,5 +36,6 @@ __all__ = [
     "read_ceiling",
     "runnable_instruction_sets",
     "runnable_linear_instruction_sets",
+    "weight_memory",
     "write_kv",
 ]

@@ -4,13 +4,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from svc_common.decoder.decoder import Workspace, cap_logits_
+from svc_common.decoder.decoder import AllResident, Workspace, cap_logits_
 from svc_common.decoder.rope import Rotaries, rotate_
 from svc_common.decoder.weights import DecoderWeights, ExpertsWeights, MlpWeights, NormWeights
 from svc_common.model.spec import ModelSpec
 
 
-class TorchDecoder:
+class TorchDecoder(AllResident):
     """A `Decoder`."""
 
     def __init__(self, spec: ModelSpec, weights: DecoderWeights) -> None:

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 #include <numeric>
+#include <stdexcept>
+#include <string>
 
 namespace neoflex {
 
@@ -12,11 +14,14 @@ namespace {
 constexpr std::int32_t rows_per_task = 16;
 constexpr std::int64_t min_elements_for_helpers = 32'768;
 
-std::vector<float> copied(const float* values, std::int32_t count) {
-    return values == nullptr ? std::vector<float>() : std::vector<float>(values, values + count);
+void copy_floats(const float* from, std::int32_t count, float* to) {
+    if (to != nullptr) std::copy_n(from, count, to);
 }
 
-const float* data_or_null(const std::vector<float>& values) { return values.empty() ? nullptr : values.data(); }
+// [count] in the arena's memory.
+float* vector_in(WeightArena& arena, std::int32_t count) {
+    return reinterpret_cast<float*>(arena.allocate(count * sizeof(float)));
+}
 
 void grow(std::vector<float>& buffer, std::size_t size) {
     if (buffer.size() < size) buffer.resize(size);
@@ -26,13 +31,9 @@ void add_scaled(const float* row, float factor, std::int32_t width, float* to) {
     for (std::int32_t i = 0; i < width; ++i) to[i] += factor * row[i];
 }
 
-std::size_t bytes_of(const Mlp& mlp) { return mlp.up.num_bytes() + mlp.down.num_bytes(); }
-
-std::size_t bytes_of(const Experts& experts) {
-    std::size_t bytes = experts.router.num_bytes();
-    for (const Mlp& mlp : experts.mlps) bytes += bytes_of(mlp);
-    if (experts.shared) bytes += bytes_of(*experts.shared) + experts.shared_gate->num_bytes();
-    return bytes;
+void fill(Mlp& mlp, const MlpParameters& from) {
+    mlp.up.fill(from.up, from.up_bias);
+    mlp.down.fill(from.down, from.down_bias);
 }
 
 }  // namespace
@@ -41,69 +42,142 @@ DecoderLinear::DecoderLinear(const DecoderShape& shape, DType weight_type, Threa
                              const LinearKernel& kernel)
     : shape_(shape), weight_type_(weight_type), resources_{threads, {}}, kernel_(kernel) {}
 
-PackedMatrix DecoderLinear::pack(const float* weights, const float* bias, std::int32_t rows, std::int32_t depth) {
-    return PackedMatrix(kernel_, arena_, weights, bias, rows, depth, weight_type_, Activation::none);
+PackedMatrix DecoderLinear::matrix(WeightArena& arena, std::int32_t rows, std::int32_t depth, bool has_bias) const {
+    return PackedMatrix(kernel_, arena, rows, depth, weight_type_, Activation::none, has_bias);
 }
 
-Mlp DecoderLinear::pack(const MlpParameters& mlp) {
-    const std::int32_t up_rows = mlp.inner_size * (is_gated(shape_.activation) ? 2 : 1);
-    return {PackedMatrix(kernel_, arena_, mlp.up, mlp.up_bias, up_rows, shape_.hidden_size, weight_type_,
-                         shape_.activation),
-            pack(mlp.down, mlp.down_bias, shape_.hidden_size, mlp.inner_size)};
+PackedMatrix DecoderLinear::fp32_matrix(WeightArena& arena, std::int32_t rows) const {
+    return PackedMatrix(kernel_, arena, rows, shape_.hidden_size, DType::fp32, Activation::none, false);
 }
 
-DecoderLinear::OwnedNorm DecoderLinear::copied_norm(const NormParameters& norm) const {
-    return {copied(norm.weight, shape_.hidden_size), copied(norm.bias, shape_.hidden_size)};
+Mlp DecoderLinear::mlp(WeightArena& arena, std::int32_t inner_size, bool has_bias) const {
+    const std::int32_t up_rows = inner_size * (is_gated(shape_.activation) ? 2 : 1);
+    PackedMatrix up(kernel_, arena, up_rows, shape_.hidden_size, weight_type_, shape_.activation, has_bias);
+    return {up, matrix(arena, shape_.hidden_size, inner_size, has_bias)};
 }
 
-void DecoderLinear::add_layer(const LayerParameters& layer) {
-    layers_.push_back({copied_norm(layer.attention_norm), copied_norm(layer.post_attention_norm),
-                       copied_norm(layer.mlp_norm), copied_norm(layer.post_mlp_norm),
-                       copied(layer.q_norm, shape_.head_dim), copied(layer.k_norm, shape_.head_dim),
-                       pack(layer.qkv, layer.qkv_bias, shape_.qkv_size(), shape_.hidden_size),
-                       pack(layer.output, layer.output_bias, shape_.hidden_size, shape_.q_size()),
-                       std::nullopt, std::nullopt});
+DecoderLinear::NormMemory DecoderLinear::norm(WeightArena& arena, bool has_bias) const {
+    float* weight = vector_in(arena, shape_.hidden_size);
+    return {weight, has_bias ? vector_in(arena, shape_.hidden_size) : nullptr};
 }
 
-void DecoderLinear::set_mlp(const MlpParameters& mlp) { layers_.back().mlp.emplace(pack(mlp)); }
-
-void DecoderLinear::set_router(const float* router, std::int32_t num_experts, std::int32_t experts_per_token,
-                               bool normalised) {
-    layers_.back().experts.emplace(Experts{PackedMatrix(kernel_, arena_, router, nullptr, num_experts,
-                                                        shape_.hidden_size, DType::fp32, Activation::none),
-                                           experts_per_token, normalised, {}, std::nullopt, std::nullopt});
-}
-
-void DecoderLinear::add_expert(const MlpParameters& mlp) { layers_.back().experts->mlps.push_back(pack(mlp)); }
-
-void DecoderLinear::set_shared_expert(const MlpParameters& mlp, const float* gate) {
-    Experts& experts = *layers_.back().experts;
-    experts.shared.emplace(pack(mlp));
-    experts.shared_gate.emplace(kernel_, arena_, gate, nullptr, 1, shape_.hidden_size, DType::fp32, Activation::none);
-}
-
-void DecoderLinear::set_vocabulary(const float* embedding, const float* head, const NormParameters& final_norm,
-                                   std::int32_t vocab_size) {
-    vocab_size_ = vocab_size;
-    final_norm_ = copied_norm(final_norm);
-    embedding_.emplace(pack(embedding, nullptr, vocab_size, shape_.hidden_size));
-    if (head != nullptr) head_.emplace(pack(head, nullptr, vocab_size, shape_.hidden_size));
-}
-
-std::size_t DecoderLinear::num_bytes() const {
-    std::size_t bytes = final_norm_.num_bytes();
-    if (embedding_) bytes += embedding_->num_bytes();
-    if (head_) bytes += head_->num_bytes();
-    for (const Layer& layer : layers_) {
-        for (const auto* norm :
-             {&layer.attention_norm, &layer.post_attention_norm, &layer.mlp_norm, &layer.post_mlp_norm})
-            bytes += norm->num_bytes();
-        bytes += (layer.q_norm.size() + layer.k_norm.size()) * sizeof(float);
-        bytes += layer.qkv.num_bytes() + layer.output.num_bytes();
-        if (layer.mlp) bytes += bytes_of(*layer.mlp);
-        if (layer.experts) bytes += bytes_of(*layer.experts);
+DecoderLinear::Layer DecoderLinear::lay_out(const LayerShape& shape, WeightArena& arena) const {
+    const NormMemory attention_norm = norm(arena, shape.norm_biases);
+    const NormMemory mlp_norm = norm(arena, shape.norm_biases);
+    const NormMemory post_attention_norm = shape.post_norms ? norm(arena, false) : NormMemory{};
+    const NormMemory post_mlp_norm = shape.post_norms ? norm(arena, false) : NormMemory{};
+    float* q_norm = shape.qk_norm ? vector_in(arena, shape_.head_dim) : nullptr;
+    float* k_norm = shape.qk_norm ? vector_in(arena, shape_.head_dim) : nullptr;
+    const PackedMatrix qkv = matrix(arena, shape_.qkv_size(), shape_.hidden_size, shape.qkv_bias);
+    const PackedMatrix output = matrix(arena, shape_.hidden_size, shape_.q_size(), shape.output_bias);
+    Layer layer{attention_norm, post_attention_norm, mlp_norm, post_mlp_norm, q_norm,
+                k_norm,         qkv,                 output,   std::nullopt,  std::nullopt};
+    if (shape.num_experts == 0) {
+        layer.mlp.emplace(mlp(arena, shape.inner_size, shape.mlp_bias));
+        return layer;
     }
-    return bytes;
+    layer.experts.emplace(Experts{
+        fp32_matrix(arena, shape.num_experts), shape.experts_per_token, shape.normalised, {}, std::nullopt, std::nullopt});
+    Experts& experts = *layer.experts;
+    for (std::int32_t expert = 0; expert < shape.num_experts; ++expert)
+        experts.mlps.push_back(mlp(arena, shape.inner_size, false));
+    if (shape.shared_inner_size > 0) {
+        experts.shared.emplace(mlp(arena, shape.shared_inner_size, false));
+        experts.shared_gate.emplace(fp32_matrix(arena, 1));
+    }
+    return layer;
+}
+
+DecoderLinear::Vocabulary DecoderLinear::lay_out_vocabulary(WeightArena& arena) const {
+    const NormMemory final_norm = norm(arena, norm_biases_);
+    Vocabulary vocabulary{final_norm, matrix(arena, vocab_size_, shape_.hidden_size, false), std::nullopt};
+    if (!tied_) vocabulary.head.emplace(matrix(arena, vocab_size_, shape_.hidden_size, false));
+    return vocabulary;
+}
+
+void DecoderLinear::add_layer(const LayerShape& shape) {
+    shapes_.push_back(shape);
+    layers_.emplace_back();
+}
+
+void DecoderLinear::set_vocabulary(std::int32_t vocab_size, bool tied, bool norm_biases) {
+    vocab_size_ = vocab_size;
+    tied_ = tied;
+    norm_biases_ = norm_biases;
+}
+
+std::size_t DecoderLinear::layer_bytes(std::int32_t layer) const {
+    WeightArena counter(nullptr);
+    lay_out(shapes_[layer], counter);
+    return counter.num_counted();
+}
+
+std::size_t DecoderLinear::vocabulary_bytes() const {
+    WeightArena counter(nullptr);
+    lay_out_vocabulary(counter);
+    return counter.num_counted();
+}
+
+void DecoderLinear::fill(const NormMemory& norm, const NormParameters& from) const {
+    copy_floats(from.weight, shape_.hidden_size, norm.weight);
+    copy_floats(from.bias, shape_.hidden_size, norm.bias);
+}
+
+void DecoderLinear::pack_layer(std::int32_t index, const LayerParameters& from, std::byte* memory) const {
+    WeightArena arena(memory);
+    Layer layer = lay_out(shapes_[index], arena);
+    fill(layer.attention_norm, from.attention_norm);
+    fill(layer.post_attention_norm, from.post_attention_norm);
+    fill(layer.mlp_norm, from.mlp_norm);
+    fill(layer.post_mlp_norm, from.post_mlp_norm);
+    copy_floats(from.q_norm, shape_.head_dim, layer.q_norm);
+    copy_floats(from.k_norm, shape_.head_dim, layer.k_norm);
+    layer.qkv.fill(from.qkv, from.qkv_bias);
+    layer.output.fill(from.output, from.output_bias);
+    if (layer.mlp) {
+        neoflex::fill(*layer.mlp, from.mlps.front());
+        return;
+    }
+    Experts& experts = *layer.experts;
+    experts.router.fill(from.router, nullptr);
+    for (std::size_t expert = 0; expert < experts.mlps.size(); ++expert)
+        neoflex::fill(experts.mlps[expert], from.mlps[expert]);
+    if (!experts.shared) return;
+    neoflex::fill(*experts.shared, from.shared);
+    experts.shared_gate->fill(from.shared_gate, nullptr);
+}
+
+void DecoderLinear::pack_vocabulary(const float* embedding, const float* head, const NormParameters& final_norm,
+                                    std::byte* memory) const {
+    WeightArena arena(memory);
+    Vocabulary vocabulary = lay_out_vocabulary(arena);
+    fill(vocabulary.final_norm, final_norm);
+    vocabulary.embedding.fill(embedding, nullptr);
+    if (vocabulary.head) vocabulary.head->fill(head, nullptr);
+}
+
+void DecoderLinear::bind_layer(std::int32_t index, const std::byte* memory) {
+    layers_[index].reset();
+    if (memory == nullptr) return;
+    WeightArena arena(const_cast<std::byte*>(memory));  // Only `fill` writes.
+    layers_[index].emplace(lay_out(shapes_[index], arena));
+}
+
+void DecoderLinear::bind_vocabulary(const std::byte* memory) {
+    vocabulary_.reset();
+    if (memory == nullptr) return;
+    WeightArena arena(const_cast<std::byte*>(memory));
+    vocabulary_.emplace(lay_out_vocabulary(arena));
+}
+
+const DecoderLinear::Layer& DecoderLinear::bound_layer(std::int32_t index) const {
+    if (!layers_.at(index)) throw std::logic_error("layer " + std::to_string(index) + " has no weights here");
+    return *layers_[index];
+}
+
+const DecoderLinear::Vocabulary& DecoderLinear::bound_vocabulary() const {
+    if (!vocabulary_) throw std::logic_error("embedding and head have no weights here");
+    return *vocabulary_;
 }
 
 void DecoderLinear::reserve(std::int32_t n) {
@@ -112,11 +186,11 @@ void DecoderLinear::reserve(std::int32_t n) {
     grow(branch_, static_cast<std::size_t>(n) * shape_.hidden_size);
 }
 
-void DecoderLinear::normalise(const float* rows, std::int32_t n, const OwnedNorm& norm, const float* residual,
+void DecoderLinear::normalise(const float* rows, std::int32_t n, const NormMemory& norm, const float* residual,
                               float* out) {
     const std::int32_t width = shape_.hidden_size;
     const bool wake = std::int64_t{n} * width >= min_elements_for_helpers;
-    const Norm applied{norm.weight.data(), data_or_null(norm.bias), shape_.norm_eps, !norm.bias.empty()};
+    const Norm applied{norm.weight, norm.bias, shape_.norm_eps, norm.bias != nullptr};
     resources_.threads.run(static_cast<std::uint32_t>((n + rows_per_task - 1) / rows_per_task), wake,
                            [&](std::uint32_t task, int) {
                                const auto first = static_cast<std::int32_t>(task) * rows_per_task;
@@ -128,21 +202,20 @@ void DecoderLinear::normalise(const float* rows, std::int32_t n, const OwnedNorm
 
 void DecoderLinear::embed(const std::int64_t* token_ids, std::int32_t n, float* hidden) {
     const std::size_t width = shape_.hidden_size;
+    const PackedMatrix& embedding = bound_vocabulary().embedding;
     resources_.threads.resize();
     // A row of a packed matrix is scattered over as many cache lines as it has elements.
     resources_.threads.run(static_cast<std::uint32_t>(n), n >= 4, [&](std::uint32_t i, int) {
-        embedding_->unpack_row(static_cast<std::int32_t>(token_ids[i]), hidden + i * width);
+        embedding.unpack_row(static_cast<std::int32_t>(token_ids[i]), hidden + i * width);
     });
 }
 
 void DecoderLinear::pre_attention(std::int32_t layer, const float* hidden, const float* cos, const float* sin,
                                   std::int32_t n, float* qkv) {
     reserve(n);
-    const Layer& weights = layers_[layer];
-    const HeadRows heads{shape_.num_q_heads,           shape_.num_kv_heads,
-                         shape_.head_dim,              shape_.rotary_dim,
-                         data_or_null(weights.q_norm), data_or_null(weights.k_norm),
-                         shape_.norm_eps};
+    const Layer& weights = bound_layer(layer);
+    const HeadRows heads{shape_.num_q_heads, shape_.num_kv_heads, shape_.head_dim, shape_.rotary_dim,
+                         weights.q_norm,     weights.k_norm,      shape_.norm_eps};
     const std::size_t qkv_size = shape_.qkv_size();
     const std::size_t half = shape_.rotary_dim / 2;
     normalise(hidden, n, weights.attention_norm, nullptr, normed_.data());
@@ -159,8 +232,8 @@ void DecoderLinear::pre_attention(std::int32_t layer, const float* hidden, const
 
 void DecoderLinear::post_attention(std::int32_t layer, const float* attended, std::int32_t n, float* hidden) {
     reserve(n);
-    const Layer& weights = layers_[layer];
-    if (weights.post_attention_norm.absent()) {
+    const Layer& weights = bound_layer(layer);
+    if (weights.post_attention_norm.weight == nullptr) {
         Product(weights.output, attended, n, resources_).run(hidden, hidden);
     } else {
         Product(weights.output, attended, n, resources_).run(nullptr, branch_.data());
@@ -169,7 +242,7 @@ void DecoderLinear::post_attention(std::int32_t layer, const float* attended, st
     normalise(hidden, n, weights.mlp_norm, nullptr, normed_.data());
     if (weights.experts) {
         run_experts(*weights.experts, n, hidden);
-    } else if (weights.post_mlp_norm.absent()) {
+    } else if (weights.post_mlp_norm.weight == nullptr) {
         run_mlp(*weights.mlp, normed_.data(), n, hidden, hidden);
     } else {
         run_mlp(*weights.mlp, normed_.data(), n, nullptr, branch_.data());
@@ -211,8 +284,10 @@ void DecoderLinear::run_experts(const Experts& experts, std::int32_t n, float* h
 
 void DecoderLinear::logits(const float* hidden, std::int32_t n, float* logits) {
     reserve(n);
-    normalise(hidden, n, final_norm_, nullptr, normed_.data());
-    Product(head_ ? *head_ : *embedding_, normed_.data(), n, resources_).run(nullptr, logits);
+    const Vocabulary& vocabulary = bound_vocabulary();
+    normalise(hidden, n, vocabulary.final_norm, nullptr, normed_.data());
+    Product(vocabulary.head ? *vocabulary.head : vocabulary.embedding, normed_.data(), n, resources_)
+        .run(nullptr, logits);
 }
 
 }  // namespace neoflex
