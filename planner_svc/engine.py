@@ -16,6 +16,7 @@ from planner_svc.scheduler import (
     AdmissionError,
     AdmissionReason,
     Capacity,
+    Demand,
     LateError,
     ModePolicy,
     Scheduler,
@@ -189,6 +190,10 @@ class Engine:
     def num_on_host(self) -> int:
         """Sequences with their KV there, by the latest plan."""
         return self._scheduler.num_on_host if self._scheduler else 0
+
+    @property
+    def demand(self) -> Demand:
+        return self._scheduler.demand if self._scheduler else Demand()
 
     def apply(self, result: IterationResult) -> tuple[TokenEvent, ...]:
         """Advances the sequences; the tokens are still to be delivered. The result is no failure."""

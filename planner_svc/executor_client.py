@@ -46,6 +46,17 @@ class EpochLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Of the executor's device, and what weights take there."""
+
+    memory_bytes: int
+    layer_bytes: int
+    """Of the largest layer."""
+    other_bytes: int
+    """In no layer."""
+
+
+@dataclass(frozen=True, slots=True)
 class Placement:
     """What an epoch has to work with."""
 
@@ -62,6 +73,8 @@ class Placement:
     """0 where no CPU attention service is attached."""
     cpu_attention_error: str
     cpu_attention_threads: int
+    memory: DeviceMemory | None = None
+    """None where layers cannot be streamed."""
     policy: ExecutionPolicy | None = None
     """That the executor follows, which lacks the CPU layers asked for where no CPU attention service is attached."""
     resident_layers: int = 0
@@ -120,6 +133,7 @@ class ExecutorClient:
             host_blocks=opened.host_blocks,
             cpu_attention_error=opened.cpu_attention_error,
             cpu_attention_threads=opened.cpu_attention_threads,
+            memory=_memory(opened),
             policy=wire.policy_from_message(opened.policy) if opened.HasField("policy") else None,
             resident_layers=opened.resident_layers,
             streamed_layers=opened.streamed_layers,
@@ -133,6 +147,13 @@ class ExecutorClient:
 
     async def close(self) -> None:
         await self._channel.close(grace=None)
+
+
+def _memory(opened: executor_pb2.OpenEpochResponse) -> DeviceMemory | None:
+    found = opened.memory
+    if not opened.HasField("memory"):
+        return None
+    return DeviceMemory(found.memory_bytes, found.layer_bytes, found.other_bytes)
 
 
 class PlanStream:

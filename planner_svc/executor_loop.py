@@ -22,6 +22,7 @@ from planner_svc.executor_client import (
     Placement,
     PlanStream,
 )
+from planner_svc.policy_keeper import PolicyKeeper
 from planner_svc.scheduler import Capacity, TokenEvent
 from planner_svc.traces import Traces
 from svc_common.errors import unavailable
@@ -61,10 +62,11 @@ class ExecutorLoop:
         cores: CoreKeeper,
         traces: Traces,
         policy: ExecutionPolicy | None = None,
+        policies: PolicyKeeper | None = None,
     ) -> None:
         """`host` is None where no CPU attention service is configured.
 
-        Without a policy layers run where the executor puts them.
+        Without a policy layers run where the executor puts them, or, if not all fit there, where `policies` says.
         """
         self._engine = engine
         self._executor = executor
@@ -75,6 +77,7 @@ class ExecutorLoop:
         self._cores = cores
         self._traces = traces
         self._policy = policy
+        self._policies = policies
         self._tables: dict[ExecutionPolicy | None, OperationTables] = {}
         """By what was asked for, and by what the executor made of it."""
         self._estimators: dict[ExecutionPolicy | None, TableEstimator] = {}
@@ -104,6 +107,7 @@ class ExecutorLoop:
         try:
             await self._connect()
             await self._open(profile=True)
+            await self._choose_first_policy()
             while True:
                 await self._next_epoch(await self._drive())
         except ExecutorLostError as error:
@@ -128,8 +132,8 @@ class ExecutorLoop:
 
     async def _open(self, profile: bool) -> None:
         """Opens the next epoch and hands it to the engine. Raises ExecutorLostError."""
-        placement, tables = await self._open_epoch(profile or self._policy not in self._tables)
-        if tables is None and placement.policy not in self._tables:
+        placement, tables = await self._open_epoch(profile or not self._knows(self._policy))
+        if tables is None and not self._knows(placement.policy):
             # Not as it was asked for: the CPU attention service, and with it its layers, has gone since.
             placement, tables = await self._open_epoch(profile=True)
         self._note_attachment(placement)
@@ -157,6 +161,8 @@ class ExecutorLoop:
             has_cpu_layers=placement.policy is not None and placement.policy.decode_cpu_layers > 0,
         )
         self.placement = placement
+        if self._policies:
+            self._policies.opened(placement, time.monotonic())
         logger.info(
             "epoch %d: %s, %s, KV %s, on the host %s, %d GPU blocks, %d host blocks of %d tokens, "
             "%d CPU attention threads%s%s",
@@ -190,6 +196,26 @@ class ExecutorLoop:
     async def _open_epoch(self, profile: bool) -> tuple[Placement, OperationTables | None]:
         self._epoch += 1
         return await self._executor.open_epoch(self._epoch, self._limits, profile, self._policy)
+
+    def _knows(self, policy: ExecutionPolicy | None) -> bool:
+        """Whether there are tables for it: its own, or those of operations on both processors."""
+        tables = self._policies.tables if self._policies else None
+        if policy is not None and policy not in self._tables and tables is not None:
+            self._tables[policy], self._estimators[policy] = tables, self._make_estimator(tables, policy)
+        return policy in self._tables
+
+    async def _choose_first_policy(self) -> None:
+        """Measures layers on the CPU where some don't fit on the device, and opens an epoch by the policy chosen."""
+        assert self.placement is not None
+        policy = self._policies.to_measure(self.placement) if self._policies else None
+        if self._policies is None or policy is None:
+            return
+        before, self._policy = self._policy, policy
+        await self._open(profile=True)
+        tables = self._tables[self.placement.policy]
+        chosen = await asyncio.to_thread(self._policies.measured, self.placement, tables)
+        self._policy = chosen or before
+        await self._open(profile=False)
 
     def change_policy(self, policy: ExecutionPolicy | None) -> None:
         """Layers run as `policy` says from a new epoch on, which begins at once.
@@ -285,6 +311,15 @@ class ExecutorLoop:
                     self._compare(status)
                     if status and status.region_epoch == epoch:
                         await self._cores.adjust(host)
+                        await self._consider_policy(epoch)
+
+    async def _consider_policy(self, epoch: int) -> None:
+        """With the service attached: without it there is one policy only. A search may take a second."""
+        if self._policies is None:
+            return
+        policy = await asyncio.to_thread(self._policies.consider, self._engine.demand, time.monotonic())
+        if policy is not None and self._epoch == epoch:
+            self.change_policy(policy)
 
     def _compare(self, status: HostStatus | None) -> None:
         """`status` is None where nobody answers."""

@@ -12,12 +12,14 @@ from planner_svc.engine import Engine
 from planner_svc.estimator import OperationTables, TableEstimator
 from planner_svc.executor_client import EpochLimits, ExecutorClient, HostClient
 from planner_svc.executor_loop import ExecutorLoop
+from planner_svc.policy_keeper import PolicyKeeper
 from planner_svc.servicer import InferenceServicer, ServedModel
 from planner_svc.trace_servicer import TraceServicer
 from planner_svc.traces import Traces
 from svc_common.config import Config
 from svc_common.errors import unavailable
 from svc_common.grpc_server import GrpcServer
+from svc_common.memory import usable_memory_bytes
 from svc_common.policy import ExecutionPolicy
 
 SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
@@ -49,6 +51,8 @@ class PlannerServer:
         elastic = ThreadLimits(host.min_threads, host.max_threads or None) if host.elastic else None
         cores = CoreKeeper(CoreController(elastic), self._engine.counters)
         traces = Traces()
+        policy = configured_policy(planner, num_layers)
+        keeper = PolicyKeeper(config, model.spec, limits, usable_memory_bytes()) if policy is None else None
         self._loop = ExecutorLoop(
             self._engine,
             self._executor,
@@ -58,7 +62,8 @@ class PlannerServer:
             make_estimator,
             cores,
             traces,
-            configured_policy(planner, num_layers),
+            policy,
+            keeper,
         )
         self._server = GrpcServer(planner.listen, [SERVICE_NAME, _TRACE_SERVICE_NAME])
         servicer = InferenceServicer(model, self._engine, classes, lambda: self._loop.placement)

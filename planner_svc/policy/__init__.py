@@ -6,6 +6,7 @@ from planner_svc.policy.explain import KIND_NAMES, layers_text, pair_text, reaso
 from planner_svc.policy.figures import DecoderFigures, LayerFigures, decoder_figures
 from planner_svc.policy.lanes import Lane, Segment, Step
 from planner_svc.policy.machine import Link, Machine, Processor, RateCurve
+from planner_svc.policy.measured import ServiceMemory, measured_figures, measured_machine
 from planner_svc.policy.memory import MemoryUse, TierUse
 from planner_svc.policy.mix import RequestMix
 from planner_svc.policy.search import Comparison, NoPolicyError, PolicySearch
@@ -30,11 +31,14 @@ __all__ = [
     "RateCurve",
     "RequestMix",
     "Segment",
+    "ServiceMemory",
     "Step",
     "TierUse",
     "Timeline",
     "decoder_figures",
     "layers_text",
+    "measured_figures",
+    "measured_machine",
     "pair_text",
     "reasons",
 ]

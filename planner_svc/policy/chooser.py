@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from planner_svc.policy.estimate import Prediction
 from planner_svc.policy.mix import RequestMix
 from planner_svc.policy.search import NoPolicyError, PolicySearch
 from svc_common.policy import ExecutionPolicy
@@ -16,6 +17,8 @@ _PAYBACK = 2.0
 """Times its cost, at least, that a change saves over the horizon: the load may turn again."""
 _REST_S = 30.0
 """After a change."""
+_MOST_FOUND = 256
+"""Mixes whose best policy is remembered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +39,15 @@ class PolicyChooser:
         self._search = search
         self.policy = policy
         """That runs."""
+        self._found: dict[RequestMix, Prediction | None] = {}
+        """The best for a mix asked about before; None where nothing fits."""
         self._num_promising = 0
         self._next_change_s = float("-inf")
+
+    def first(self, mix: RequestMix) -> ExecutionPolicy:
+        """The best for a mix, whatever a change costs: of a service that has nothing in hand."""
+        best = self._best(mix)
+        return best.policy if best else self.policy
 
     def consider(self, mix: RequestMix, running_tokens: int, now_s: float) -> PolicyChange | None:
         """To be asked now and then. `running_tokens`: computed so far of sequences that run, and lost by a change.
@@ -48,9 +58,8 @@ class PolicyChooser:
             return None
         estimator = self._search.estimator
         present = estimator.predict(self.policy, mix)
-        try:
-            best = self._search.compare(mix).best
-        except NoPolicyError:
+        best = self._best(mix)
+        if best is None:
             return None
         must_change = not present.memory.fits(estimator.machine)
         gain = present.total_s / best.total_s
@@ -69,6 +78,17 @@ class PolicyChooser:
         self.policy = policy
         self._num_promising = 0
         self._next_change_s = now_s + _REST_S
+
+    def _best(self, mix: RequestMix) -> Prediction | None:
+        """Searches, which takes up to seconds, at most once for a mix."""
+        if mix not in self._found:
+            if len(self._found) >= _MOST_FOUND:
+                self._found.clear()
+            try:
+                self._found[mix] = self._search.compare(mix).best
+            except NoPolicyError:
+                self._found[mix] = None
+        return self._found[mix]
 
     def cost_s(self, policy: ExecutionPolicy, mix: RequestMix, running_tokens: int) -> float:
         """Newly resident layers over the link, and what runs computed again at the new policy's rate of prefill."""

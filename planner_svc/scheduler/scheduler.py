@@ -9,6 +9,7 @@ from planner_svc.scheduler.batch import Batch
 from planner_svc.scheduler.cohort import Cohort
 from planner_svc.scheduler.costs import Costs
 from planner_svc.scheduler.decision import decide
+from planner_svc.scheduler.demand import Demand
 from planner_svc.scheduler.events import Applied, Counters, Tally, TokenEvent
 from planner_svc.scheduler.forecast import Forecast
 from planner_svc.scheduler.in_flight import InFlight, Planned
@@ -283,6 +284,15 @@ class Scheduler:
     def num_on_host(self) -> int:
         """Sequences with their KV there."""
         return self._residency.num_on(Tier.HOST)
+
+    @property
+    def demand(self) -> Demand:
+        return Demand(
+            num_sequences=len(self._live),
+            prompt_tokens=self._mix.prompt_tokens,
+            output_tokens=self._mix.output_tokens,
+            computed_tokens=sum(sequence.num_computed_tokens for sequence in self._live.values()),
+        )
 
     @property
     def counters(self) -> Counters:
