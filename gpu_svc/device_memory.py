@@ -35,8 +35,12 @@ class DeviceMemory:
         return min(NUM_BUFFERS, len(streamed)) * largest
 
     def streamed_bytes(self, streamed: Sequence[int]) -> int:
-        """That cross the link in each iteration; as many layers as there are buffers stay in them."""
-        return sum(self.layer_bytes[layer] for layer in streamed) if len(streamed) > NUM_BUFFERS else 0
+        """That cross the link in each iteration.
+
+        Those do not that lie in the buffers when an iteration ends, the last ones, and are the next one's first.
+        """
+        stay = set(streamed[:NUM_BUFFERS]) & set(streamed[-NUM_BUFFERS:])
+        return sum(self.layer_bytes[layer] for layer in streamed if layer not in stay)
 
     def check(self, resident_layers: int, first_streamed: int = 0) -> None:
         """Raises DoesNotFitError."""

@@ -182,11 +182,13 @@ class _RecordedStage(Stage):
 
     def hand_over(self) -> None:
         super().hand_over()
-        self._recorder.mark(TraceKind.SUBMIT, -1, self._index)
+        if self.batch.prompt_pass or self.batch.last_pass:
+            self._recorder.mark(TraceKind.SUBMIT, -1, self._index)
 
     def begin_prompts(self) -> None:
         super().begin_prompts()
-        self._recorder.mark(TraceKind.WAIT, -1, self._index)
+        if self.batch.prompt_pass:
+            self._recorder.mark(TraceKind.WAIT, -1, self._index)
 
     def run_prompts(self, layer: int) -> None:
         super().run_prompts(layer)
@@ -194,7 +196,8 @@ class _RecordedStage(Stage):
 
     def take_over(self) -> None:
         super().take_over()
-        self._recorder.mark(TraceKind.WAIT, -1, self._index)
+        if self.batch.last_pass:
+            self._recorder.mark(TraceKind.WAIT, -1, self._index)
 
     def attend_prefills(self, layer: int) -> None:
         super().attend_prefills(layer)

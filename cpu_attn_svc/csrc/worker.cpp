@@ -62,14 +62,16 @@ IterationTimes Worker::run(const std::vector<SubBatch>& sub_batches, LayerRange 
     Control& control = region_.control();
     const bool by_layer = !layers.in_turn;
     const std::size_t num_submits = sub_batches.size() * layers.count;
+    const std::size_t per_layer = std::max<std::size_t>(sub_batches.size(), 1);
+    const std::size_t per_sub_batch = std::max(layers.count, 1);
     const auto all_batches = static_cast<std::uint32_t>(work.first_batch + work.batches.size());
     std::size_t submit = 0, batch = 0;  // what comes next of either work
     std::int32_t batch_layer = 0;       // of that batch
     IterationTimes times{};
     auto start = Clock::now();
     while (submit < num_submits || batch < work.batches.size()) {
-        const std::size_t place = by_layer ? submit % sub_batches.size() : submit / std::max(layers.count, 1);
-        const std::size_t turn = by_layer ? submit / sub_batches.size() : submit % std::max(layers.count, 1);
+        const std::size_t place = by_layer ? submit % per_layer : submit / per_sub_batch;
+        const std::size_t turn = by_layer ? submit / per_layer : submit % per_sub_batch;
         const auto number = static_cast<std::uint32_t>(turn + 1);
         bool attends = submit < num_submits;
         if (batch < work.batches.size()) {

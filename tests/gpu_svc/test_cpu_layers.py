@@ -7,20 +7,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.gpu import BLOCK_TOKENS, LIMITS, Driver, load_decoder, load_torch_decoder
+from support.gpu import BLOCK_TOKENS, LIMITS, Driver, load_decoder, load_placed, load_torch_decoder
 from support.reference import Reference, Verdict
 
-from cpu_attn_svc.host import AttentionHost, WantedLayers
+from cpu_attn_svc.host import AttentionHost, LayersUnavailableError, WantedLayers
 from gpu_svc.cpu_attention_client import region_shape
 from gpu_svc.executor import Executor
 from gpu_svc.host_tier import HostTier
 from gpu_svc.kv_cache import KvShape
+from gpu_svc.lower_pool import num_gpu_blocks
 from svc_common.config import CpuAttnConfig
 from svc_common.decoder.decoder import Decoder
 from svc_common.model.store import ModelFiles
-from svc_common.plan import NewSequence, PrefillChunk, SubBatch, Swap, Tier
+from svc_common.plan import CohortStep, ExecutionError, NewSequence, PrefillChunk, SubBatch, Swap, Tier
 from svc_common.policy import ExecutionPolicy
-from svc_common.tensor_plane import TensorPlane
+from svc_common.tensor_plane import RegionShape, TensorPlane
+from svc_common.trace import TraceKind
 
 GetFiles = Callable[[str], ModelFiles]
 GetReference = Callable[[str], Reference]
@@ -53,10 +55,13 @@ def make_layers_driver(tmp_path: Path, cache_dir: Path, monkeypatch: pytest.Monk
         num_gpu_blocks: int = 100,
         decoder: Decoder | None = None,
         host_kv_dtype: torch.dtype | None = None,
+        resident_layers: int | None = None,
     ) -> Driver:
         decoder = decoder or load_decoder(files)
         spec = decoder.spec
-        policy = ExecutionPolicy(spec.num_layers - prompt_layers, prompt_layers, decode_layers)
+        if resident_layers is None:
+            resident_layers = spec.num_layers - prompt_layers
+        policy = ExecutionPolicy(resident_layers, prompt_layers, decode_layers)
         shape = KvShape.of(spec, BLOCK_TOKENS, decoder.dtype, host_kv_dtype)
         executor = Executor(decoder, shape, num_gpu_blocks * shape.block_bytes, host_kv_bytes=KV_BYTES)
         region = region_shape(decoder, shape, LIMITS, policy, executor.num_gpu_blocks(policy))
@@ -70,7 +75,7 @@ def make_layers_driver(tmp_path: Path, cache_dir: Path, monkeypatch: pytest.Monk
 
     yield make
     for driver in drivers:
-        driver.executor.close_epoch()
+        driver.executor.close()
     for host in hosts:
         host.close_region()
 
@@ -154,3 +159,160 @@ def test_beside_torch(
     driver = make_layers_driver(files, prompt_layers, decode_layers, decoder=load_torch_decoder(files))
     serve_all_kinds(driver)
     assert_reference_tokens(reference("llama"), driver)
+
+
+@pytest.mark.parametrize(
+    ("resident_layers", "prompt_layers", "decode_layers"), [(4, 0, 3), (2, 0, 3), (1, 2, 4), (3, 3, 3), (0, 7, 7)]
+)
+def test_beside_streamed_layers(
+    resident_layers: int,
+    prompt_layers: int,
+    decode_layers: int,
+    checkpoint: GetFiles,
+    reference: GetReference,
+    make_layers_driver: MakeDriver,
+    cache_dir: Path,
+) -> None:
+    """Of 7 layers: those of prompts alone, or some above the CPU's too, come from host memory in each iteration."""
+    files = checkpoint("llama-deep")
+    decoder = load_placed(files, cache_dir / "neoflex" / "layers")
+    driver = make_layers_driver(
+        files, prompt_layers, decode_layers, decoder=decoder, resident_layers=resident_layers
+    )
+    streamed = 7 - resident_layers - prompt_layers
+    assert len(driver.executor.streamed_layers) == max(0, streamed)
+    serve_all_kinds(driver)
+    assert_reference_tokens(reference("llama-deep"), driver)
+    # As many as there are buffers stay there once they have come.
+    assert (sum(result.timings.weight_bytes > 0 for result in driver.results) > 3) == (streamed > 2)
+
+
+@pytest.mark.parametrize(("prompt_layers", "decode_layers"), [(0, 2), (2, 2), (3, 3)])
+def test_kv_in_int8(
+    prompt_layers: int, decode_layers: int, checkpoint: GetFiles, make_layers_driver: MakeDriver
+) -> None:
+    """The lower pool has the host's type: the same tokens whoever computes the layers over it."""
+    tokens = []
+    for split in ((prompt_layers, decode_layers), (0, decode_layers)):
+        driver = make_layers_driver(checkpoint("llama"), *split, host_kv_dtype=torch.int8)
+        for sequence_id in (1, 2):
+            driver.prefill(sequence_id, PROMPTS[sequence_id], Tier.HOST, room_tokens=20)
+        for _ in range(6):
+            driver.run(SubBatch(cpu_decodes=(1, 2)))
+        tokens.append(driver.tokens)
+    assert tokens[0] == tokens[1]
+
+
+def test_a_change_of_policy_amid_answers(
+    checkpoint: GetFiles, reference: GetReference, make_layers_driver: MakeDriver
+) -> None:
+    """What the planner does: each epoch computes prompt and tokens so far again, and goes on."""
+    answers: dict[int, list[int]] = {1: [], 2: []}
+    for split in ((0, 1), (3, 3), (0, 3), (1, 2)):
+        driver = make_layers_driver(checkpoint("llama"), *split)
+        for sequence_id, tier in ((1, Tier.GPU), (2, Tier.HOST)):
+            driver.prefill(sequence_id, PROMPTS[sequence_id] + answers[sequence_id], tier)
+        for _ in range(3):
+            driver.run(SubBatch(gpu_decodes=(1,), cpu_decodes=(2,)))
+        for sequence_id, tokens in driver.tokens.items():
+            answers[sequence_id] += tokens
+    verdict = Verdict()
+    for sequence_id, tokens in answers.items():
+        assert len(tokens) == 16
+        reference("llama").judge(PROMPTS[sequence_id], tokens, verdict)
+    assert not verdict.mismatches
+
+
+def test_both_processors_work_at_once(checkpoint: GetFiles, make_layers_driver: MakeDriver) -> None:
+    """The trace names who computed what: prompts' layers lie beside the decodes' on the CPU."""
+    driver = make_layers_driver(checkpoint("llama"), 0, 2)
+    driver.prefill(1, PROMPTS[1], room_tokens=20)
+    driver.prefill(2, PROMPTS[2], Tier.HOST, room_tokens=20)
+    new = NewSequence(6, np.array(PROMPTS[6], "i4"), Tier.GPU, driver.blocks(Tier.GPU, 90))
+    work = SubBatch((PrefillChunk(6, 0, 69),), gpu_decodes=(1,), cpu_decodes=(2,))
+    trace = driver.run(work, new_sequences=(new,), trace=True).trace
+    assert trace is not None
+    gpu, cpu = list(trace.events(trace.gpu)), list(trace.events(trace.cpu))
+    work_of_cpu = [(event.kind, event.layer) for event in cpu if event.kind is not TraceKind.CPU_WAIT]
+    assert work_of_cpu == [(TraceKind.CPU_LAYER, 0), (TraceKind.CPU_LAYER, 1), (TraceKind.CPU_ATTEND, 2)]
+    prompts = [event for event in gpu if event.kind is TraceKind.RUN_PROMPTS]
+    assert [event.layer for event in prompts] == [0, 1]
+    handed_over = next(event for event in gpu if event.kind is TraceKind.SUBMIT)
+    first_layer = next(event for event in cpu if event.kind is TraceKind.CPU_LAYER)
+    # Neither waits for the other's end.
+    assert handed_over.end_ns <= prompts[0].start_ns
+    assert handed_over.end_ns <= first_layer.end_ns
+    assert prompts[-1].end_ns <= next(event for event in gpu if event.kind is TraceKind.WAIT).end_ns
+
+
+def test_what_is_moved_is_counted(checkpoint: GetFiles, make_layers_driver: MakeDriver) -> None:
+    driver = make_layers_driver(checkpoint("llama"), 1, 2)
+    shape = driver.executor.kv_shape
+    driver.prefill(1, PROMPTS[1], room_tokens=20)
+    driver.prefill(2, PROMPTS[2], Tier.HOST, room_tokens=20)
+    layer_bytes = shape.host_token_bytes // 3
+    # Of a GPU sequence's prompt layer 1, of a host sequence's also layer 2.
+    written = [len(PROMPTS[1]) * layer_bytes, len(PROMPTS[2]) * 2 * layer_bytes]
+    assert [result.swapped_out_bytes for result in driver.results] == written
+    swap = Swap(1, Tier.HOST, driver.blocks(Tier.HOST, 40))
+    result = driver.run(SubBatch(cpu_decodes=(1,)), swaps=(swap,))
+    assert result.swapped_out_bytes == -(-len(PROMPTS[1]) // BLOCK_TOKENS) * shape.host_block_bytes
+
+
+def test_no_cohort_beside_cpu_layers(checkpoint: GetFiles, make_layers_driver: MakeDriver) -> None:
+    driver = make_layers_driver(checkpoint("llama"), 1, 1)
+    driver.prefill(1, PROMPTS[1], Tier.HOST)
+    result = driver.try_run(cohort=CohortStep((1,), 0, 3))
+    assert result.error is ExecutionError.INVALID_PLAN
+    assert "a cohort, but the CPU computes layers" in result.error_message
+
+
+def test_a_service_that_ends_amid_its_layers(checkpoint: GetFiles, make_layers_driver: MakeDriver) -> None:
+    driver = make_layers_driver(checkpoint("llama"), 3, 3)
+    driver.prefill(1, PROMPTS[1])
+    assert driver.host is not None
+    driver.host.close()
+    result = driver.try_run(SubBatch(gpu_decodes=(1,)))
+    assert result.error is ExecutionError.CPU_ATTENTION_LOST
+
+
+def test_layers_of_another_model_are_refused(checkpoint: GetFiles, tmp_path: Path, cache_dir: Path) -> None:
+    spec = load_decoder(checkpoint("llama")).spec
+    config = CpuAttnConfig(kv_bytes=KV_BYTES, num_threads=1, segment_dir=tmp_path)
+    host = AttentionHost(config, 1, [], str(checkpoint("qwen3").directory))
+    shape = RegionShape(
+        num_layers=3,
+        num_q_heads=6,
+        num_kv_heads=2,
+        head_dim=8,
+        block_tokens=4,
+        kv_dtype="fp32",
+        exchange_dtype="fp32",
+        max_sequences=4,
+        softmax_scale=1.0,
+        num_cpu_layers=1,
+        hidden_size=48,
+        max_tokens=8,
+    )
+    with pytest.raises(LayersUnavailableError, match="is another model than the executor's: digest"):
+        host.open_region(1, shape, WantedLayers("fp32", spec.digest))
+
+
+@pytest.mark.parametrize(
+    ("gpu_blocks", "host_blocks", "cpu_layers", "expected"),
+    [
+        (100, 300, 0, 100),
+        # Of 300 host blocks' bytes a quarter goes to the lower halves of GPU blocks: 150 of them; 200 fit on the GPU.
+        (100, 300, 2, 150),
+        # Now the GPU's memory is what binds: it holds 400 blocks without three of four layers.
+        (100, 3000, 3, 129),
+        (100, 30000, 2, 199),
+        # All layers on the CPU: a quarter of all blocks.
+        (100, 300, 4, 75),
+        (0, 300, 2, 0),
+    ],
+)
+def test_blocks_of_the_gpu_tier(gpu_blocks: int, host_blocks: int, cpu_layers: int, expected: int) -> None:
+    shape = KvShape(4, 2, 4, 8, torch.float32, torch.float32)
+    sizes = [num * shape.block_bytes for num in (gpu_blocks, host_blocks)]
+    assert num_gpu_blocks(shape, *sizes, cpu_layers) == expected

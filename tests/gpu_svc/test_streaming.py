@@ -10,11 +10,14 @@ import torch
 from support.gpu import VARIANTS, Driver, load_decoder, load_placed
 
 from gpu_svc.device_memory import DoesNotFitError
+from gpu_svc.limits import Limits
 from gpu_svc.placed_decoder import PlacedDecoder
 from svc_common.decoder.decoder import Decoder
 from svc_common.model.store import ModelFiles
 from svc_common.plan import CohortStep, NewSequence, PrefillChunk, SubBatch, Swap, Tier
 from svc_common.policy import ExecutionPolicy
+from svc_common.trace import TraceKind
+from svc_common.trace_wire import trace_from_message, trace_to_message
 
 MakeDriver = Callable[..., Driver]
 GetFiles = Callable[[str], ModelFiles]
@@ -202,10 +205,24 @@ def test_operations_are_measured_without_waiting_for_weights(
 ) -> None:
     """A link on which all layers would take 0.4 s; streaming then goes on as if nothing had been measured."""
     decoder = placed(link_bytes_per_s=2_000_000)
-    driver = make_driver(decoder, policy=ExecutionPolicy(0))
+    driver = make_driver(decoder, policy=ExecutionPolicy(0), limits=Limits(4, 64, 64))
     before = decoder.traffic
     tables = driver.executor.profile()
     assert decoder.traffic == before
     assert tables.link_bytes_per_s > 0
     on_the_gpu(driver)
     assert driver.results[-1].timings.weight_bytes > 0
+
+
+def test_a_trace_shows_layers_on_the_link(placed: Callable[..., PlacedDecoder], make_driver: MakeDriver) -> None:
+    driver = make_driver(placed(link_bytes_per_s=10_000_000), policy=ExecutionPolicy(3))
+    on_the_gpu(driver)
+    trace = driver.run(SubBatch(gpu_decodes=(1, 2)), trace=True).trace
+    assert trace is not None
+    came = list(trace.events(trace.link))
+    assert {event.kind for event in came} == {TraceKind.WEIGHT_COPY}
+    assert {2, 3} <= {event.layer for event in came} <= {0, 1, 2, 3}
+    assert all(trace.start_ns <= event.start_ns <= event.end_ns <= trace.end_ns for event in came)
+    waits = [event for event in trace.events(trace.gpu) if event.kind is TraceKind.WEIGHT_WAIT]
+    assert [event.layer for event in waits] == [0, 1, 2, 3]
+    assert trace_from_message(trace_to_message(trace)) == trace
