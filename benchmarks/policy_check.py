@@ -13,6 +13,7 @@ import asyncio
 import random
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -46,7 +47,6 @@ from svc_common.policy import ExecutionPolicy
 _READY_S = 600.0
 _DTYPE, _DTYPE_BYTES = "fp32", 4
 _KV_BYTES = {"gpu": 64 * 2**20, "host": 128 * 2**20}
-_BATCH_TOKENS = 4096
 _ERROR, _NEAR_BEST, _SHARE_NEAR = 0.20, 1.10, 0.90
 _OUTPUT_TOKENS = 17
 
@@ -75,6 +75,8 @@ class Setting:
         self.layer_bytes = max(self.spec.layer_bytes(index, _DTYPE_BYTES) for index in range(self.spec.num_layers))
         layers = sum(self.spec.layer_bytes(index, _DTYPE_BYTES) for index in range(self.spec.num_layers))
         self.other_bytes = self.spec.weight_bytes(_DTYPE_BYTES) - layers
+        self.batch_tokens = max(args.batches) * max(args.prompts)
+        """All prompts of a batch go in one iteration."""
         self.num_resident = round(args.resident * self.spec.num_layers)
         # Two buffers, and a little for norms.
         held_bytes = (self.num_resident + 2) * self.layer_bytes + self.other_bytes
@@ -110,7 +112,7 @@ class Setting:
             "planner": {
                 "listen": "127.0.0.1:0",
                 "mode": "gpu_only",
-                "max_batch_tokens": _BATCH_TOKENS,
+                "max_batch_tokens": self.batch_tokens,
                 "max_sequence_tokens": 512,
                 **planner,
             },
@@ -220,11 +222,14 @@ def main() -> None:
     args = parser.parse_args()
     setting = Setting(args)
     mixes = [
-        RequestMix(prompt, _OUTPUT_TOKENS, size, _BATCH_TOKENS) for size in args.batches for prompt in args.prompts
+        RequestMix(prompt, _OUTPUT_TOKENS, size, setting.batch_tokens)
+        for size in args.batches
+        for prompt in args.prompts
     ]
     cells: list[Cell] = []
     tables: OperationTables | None = None
     for name, (planner, _) in setting.policies.items():
+        print(f"{name} ...", file=sys.stderr, flush=True)
         with running(setting.config(planner)) as stack:
             if tables is None:  # Of the first, a partition.
                 document = json_format.ParseDict(tables_of(stack), executor_pb2.OperationTables())

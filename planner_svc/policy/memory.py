@@ -17,7 +17,7 @@ class TierUse:
 
     weights: int = 0
     buffers: int = 0
-    """Of streamed layers, and of K and V on their way to the other side."""
+    """That layers are streamed through."""
     kv: int = 0
     activations: int = 0
 
@@ -58,12 +58,9 @@ def memory_use(model: DecoderFigures, machine: Machine, policy: ExecutionPolicy,
     first_streamed = min(policy.prefill_cpu_layers, policy.decode_cpu_layers)
     streamed = [layer.weight_bytes for layer in model.layers[first_streamed:first_resident]]
     num_tokens = max(min(mix.batch_tokens, mix.prompt_tokens * mix.num_sequences), mix.num_sequences)
-    kv_layer = max(layer.kv_bytes_per_token for layer in model.layers)
-    crosses = policy.prefill_cpu_layers != decode_cpu
     fixed = TierUse(
         weights=resident + model.vocabulary_bytes,
-        buffers=min(NUM_BUFFERS, len(streamed)) * max(streamed, default=0)
-        + (NUM_BUFFERS * kv_layer * num_tokens if crosses else 0),
+        buffers=min(NUM_BUFFERS, len(streamed)) * max(streamed, default=0),
         activations=model.activation_bytes_per_token * num_tokens + model.logit_bytes * mix.num_sequences,
     )
     upper_kv = mix.sequence_tokens * (model.kv_sums[-1] - model.kv_sums[decode_cpu])

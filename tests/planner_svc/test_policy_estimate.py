@@ -120,7 +120,7 @@ def test_memory_of_each_tier():
     figures = estimator()
     found = figures.memory(ExecutionPolicy(1, 0, 2), MIX)
     assert found.gpu.weights == 1e9 + 1e9
-    assert found.gpu.buffers == 2 * 1e9 + 2 * 200 * 100_000
+    assert found.gpu.buffers == 2 * 1e9
     assert found.gpu.kv == 2 * 111 * 2 * 100_000
     assert found.gpu.activations == 200 * 100_000 + 2 * 1_000_000
     assert (found.host.weights, found.host.kv) == (3e9, 2 * 111 * 2 * 100_000)
