@@ -10,7 +10,7 @@ SOURCES := $(PACKAGES) tests benchmarks
 BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints.txt \
 	$(shell find proto svc_common cpu_attn_svc \( -name '*.proto' -o -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt \) 2>/dev/null)
 
-.PHONY: help demo test lint types imports protos format model unit integration bench-serve bench-kernel sanitize cross bench-hop bench-overlap bench-executor bench-planner bench-baselines bench-estimate bench-realtime bench-policies clean
+.PHONY: help demo test lint types imports protos format model unit integration bench-serve bench-kernel sanitize cross bench-hop bench-overlap bench-executor bench-planner bench-baselines bench-estimate bench-realtime bench-policies bench-policy-check clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 
@@ -84,6 +84,9 @@ bench-realtime: $(VENV)/.dev model ## The simulator against the real stack in re
 
 bench-policies: $(VENV)/.dev ## Policies for models larger than the GPU, by estimate, beside published figures
 	$(BIN)/python benchmarks/policies.py
+
+bench-policy-check: $(VENV)/.dev model ## Predicted against measured time of each policy, on a device too small for the model
+	$(BIN)/python benchmarks/policy_check.py
 
 clean: ## Remove what was built
 	rm -rf build $(VENV) neoflex/v1 $(addsuffix /*.so,svc_common/tensor_plane svc_common/cpu_kernels cpu_attn_svc)

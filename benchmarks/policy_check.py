@@ -221,11 +221,8 @@ def main() -> None:
     parser.add_argument("--link", type=int, default=2_000_000_000, help="bytes/s of the emulated link")
     args = parser.parse_args()
     setting = Setting(args)
-    mixes = [
-        RequestMix(prompt, _OUTPUT_TOKENS, size, setting.batch_tokens)
-        for size in args.batches
-        for prompt in args.prompts
-    ]
+    shapes = [(size, prompt) for size in args.batches for prompt in args.prompts]
+    mixes = [RequestMix(prompt, _OUTPUT_TOKENS, size, setting.batch_tokens) for size, prompt in shapes]
     cells: list[Cell] = []
     tables: OperationTables | None = None
     for name, (planner, _) in setting.policies.items():

@@ -138,7 +138,8 @@ class PlannerConfig(Section):
     prefill_policy: PhasePolicy = "auto"
     """Where the model's layers run for prompts: on the device, "resident" or "offload", which streams the weights of
     those that don't fit there; the first `cpu_layers` in cpu_attn_svc, "partition"; or all of them there, "cpu_only",
-    with embedding, head and sampling still in gpu_svc. "auto": on the device."""
+    with embedding, head and sampling still in gpu_svc. "auto": on the device; for both phases, where not all fit
+    there, the planner chooses, by what it measured and by the requests that come."""
     decode_policy: PhasePolicy = "auto"
     """The same for decodes, which must have at least as many layers in cpu_attn_svc as prompts."""
     cpu_layers: Annotated[int, Field(ge=0)] = 0
