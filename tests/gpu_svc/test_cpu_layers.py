@@ -176,9 +176,7 @@ def test_beside_streamed_layers(
     """Of 7 layers: those of prompts alone, or some above the CPU's too, come from host memory in each iteration."""
     files = checkpoint("llama-deep")
     decoder = load_placed(files, cache_dir / "neoflex" / "layers")
-    driver = make_layers_driver(
-        files, prompt_layers, decode_layers, decoder=decoder, resident_layers=resident_layers
-    )
+    driver = make_layers_driver(files, prompt_layers, decode_layers, decoder=decoder, resident_layers=resident_layers)
     streamed = 7 - resident_layers - prompt_layers
     assert len(driver.executor.streamed_layers) == max(0, streamed)
     serve_all_kinds(driver)
