@@ -289,12 +289,12 @@ async def test_a_change_of_policy_amid_answers(start_rig: StartRig) -> None:
 
 async def test_cpu_layers_go_with_the_cpu_attention_service(start_rig: StartRig) -> None:
     """The executor then computes them itself; what that takes is measured when it first happens."""
-    host = FakeHost()
-    rig = await start_rig(two_tiers(), host, decode_policy="partition", cpu_layers=1)
-    stream = rig.stub.GenerateStream(streaming(request("the", max_tokens=25)))
+    executor, host = FakeExecutor(host_blocks=100, iteration_s=0.02), FakeHost()
+    rig = await start_rig(executor, host, decode_policy="partition", cpu_layers=1)
+    stream = rig.stub.GenerateStream(streaming(request("the", max_tokens=FOREVER)))
     await first_delta(stream)
     await host.kill()
-    assert tokens_of(await collect(stream))[-5:] == answer_of(rig, "the", 25)[-5:]
+    assert tokens_of(await collect(stream))[-5:] == answer_of(rig, "the", FOREVER)[-5:]
     asked = [(epoch.policy.decode_cpu_layers, epoch.profile) for epoch in rig.executor.epochs]
     assert asked[:3] == [(1, True), (1, False), (1, True)]
     await host.start()
