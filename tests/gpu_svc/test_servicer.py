@@ -363,3 +363,27 @@ def test_the_process_says_why_it_cannot_start(
     assert ended.returncode == 1
     assert message in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+async def test_policies_that_cannot_be(checkpoint: GetFiles, cpu_attention: Any) -> None:
+    """What contradicts itself is refused; what the CPU attention service can't do, here of another model, is left out."""
+    decoder = load_decoder(checkpoint("llama"))
+    async with serve(decoder, cpu_attention.address) as stub:
+        for policy, text in (
+            (
+                pb.ExecutionPolicy(resident_layers=2, prefill_cpu_layers=2, decode_cpu_layers=1),
+                "at most decode_cpu_layers",
+            ),
+            (pb.ExecutionPolicy(resident_layers=3, decode_cpu_layers=4), r"must be in \[0, 3\], is 4"),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError, match=text) as caught:
+                await stub.OpenEpoch(open_epoch(1, policy=policy))
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        cpu_attention.epoch += 1
+        policy = pb.ExecutionPolicy(resident_layers=3, decode_cpu_layers=1)
+        opened = await stub.OpenEpoch(open_epoch(cpu_attention.epoch, policy=policy, profile=True))
+    assert "is another model than the executor's" in opened.cpu_attention_error
+    assert opened.policy == pb.ExecutionPolicy(resident_layers=3)
+    assert (opened.host_blocks, opened.gpu_blocks) == (0, 40)
+    assert opened.tables.linear
+    assert not opened.tables.cpu_linear

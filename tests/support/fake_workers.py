@@ -112,6 +112,10 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
             cpu_attention_error="" if attached or self.host is None else "nobody there",
             cpu_attention_threads=1 if attached else 0,
         )
+        if request.HasField("policy"):
+            response.policy.CopyFrom(request.policy)
+            if not attached:
+                response.policy.CopyFrom(executor_pb2.ExecutionPolicy(resident_layers=self.num_layers))
         if request.profile:
             response.tables.CopyFrom(tables(attached))
         return response
