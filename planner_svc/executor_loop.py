@@ -106,8 +106,9 @@ class ExecutorLoop:
         """From finding the executor to losing it."""
         try:
             await self._connect()
-            await self._open(profile=True)
+            await self._prepare(profile=True)
             await self._choose_first_policy()
+            self._hand_over()
             while True:
                 await self._next_epoch(await self._drive())
         except ExecutorLostError as error:
@@ -132,6 +133,17 @@ class ExecutorLoop:
 
     async def _open(self, profile: bool) -> None:
         """Opens the next epoch and hands it to the engine. Raises ExecutorLostError."""
+        await self._prepare(profile)
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        assert self._capacity is not None
+        assert self._estimator is not None
+        self._cores.begin_epoch()
+        self._engine.open(self._capacity, self._estimator, self._epoch)
+
+    async def _prepare(self, profile: bool) -> None:
+        """Opens the next epoch. Raises ExecutorLostError."""
         placement, tables = await self._open_epoch(profile or not self._knows(self._policy))
         if tables is None and not self._knows(placement.policy):
             # Not as it was asked for: the CPU attention service, and with it its layers, has gone since.
@@ -178,8 +190,6 @@ class ExecutorLoop:
             f"; {placement.cpu_attention_error}" if placement.cpu_attention_error else "",
             f"; {placement.streamed_layers} layers are streamed" if placement.streamed_layers else "",
         )
-        self._cores.begin_epoch()
-        self._engine.open(self._capacity, self._estimator, self._epoch)
 
     async def _next_epoch(self, end: EpochEnd) -> None:
         """Carries the requests in hand over into a new epoch."""
@@ -211,11 +221,11 @@ class ExecutorLoop:
         if self._policies is None or policy is None:
             return
         before, self._policy = self._policy, policy
-        await self._open(profile=True)
+        await self._prepare(profile=True)
         tables = self._tables[self.placement.policy]
         chosen = await asyncio.to_thread(self._policies.measured, self.placement, tables)
         self._policy = chosen or before
-        await self._open(profile=False)
+        await self._prepare(profile=False)
 
     def change_policy(self, policy: ExecutionPolicy | None) -> None:
         """Layers run as `policy` says from a new epoch on, which begins at once.

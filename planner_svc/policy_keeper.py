@@ -65,7 +65,9 @@ class PolicyKeeper:
         self._estimator = PolicyEstimator(figures, measured_machine(tables, figures, memory))
         self._chooser = PolicyChooser(PolicySearch(self._estimator), placement.policy)
         self.tables = tables
-        return self._chooser.first(self._mix(_FIRST_PROMPT_TOKENS, _FIRST_OUTPUT_TOKENS, _FIRST_SEQUENCES))
+        first = self._chooser.first(self._mix(_FIRST_PROMPT_TOKENS, _FIRST_OUTPUT_TOKENS, _FIRST_SEQUENCES))
+        logger.info("not all layers fit on the device: they run as %s until the load says otherwise", first)
+        return first
 
     def opened(self, placement: Placement, now_s: float) -> None:
         """An epoch runs by this policy."""
