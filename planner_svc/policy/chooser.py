@@ -56,20 +56,18 @@ class PolicyChooser:
         """
         if now_s < self._next_change_s:
             return None
-        estimator = self._search.estimator
-        present = estimator.predict(self.policy, mix)
         best = self._best(mix)
         if best is None:
             return None
-        must_change = not present.memory.fits(estimator.machine)
+        present = self._search.estimator.predict(self.policy, mix)
         gain = present.total_s / best.total_s
-        if best.policy == self.policy or (gain < _GAIN and not must_change):
+        if best.policy == self.policy or gain < _GAIN:
             self._num_promising = 0
             return None
         self._num_promising += 1
         cost_s = self.cost_s(best.policy, mix, running_tokens)
         saved_s = _HORIZON_S * (1 - 1 / gain)
-        if not must_change and (self._num_promising < _PERSISTENCE or saved_s < _PAYBACK * cost_s):
+        if self._num_promising < _PERSISTENCE or saved_s < _PAYBACK * cost_s:
             return None
         return PolicyChange(best.policy, gain, cost_s)
 

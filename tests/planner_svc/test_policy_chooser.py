@@ -66,8 +66,9 @@ def test_no_change_soon_after_one():
     assert [change is None for change in found] == [True, True, False]
 
 
-def test_what_no_longer_fits_is_left_at_once():
-    chooser = PolicyChooser(search(), ExecutionPolicy(6))
-    change = chooser.consider(LONG, 10_000_000, 1.0)
-    assert change is not None
-    assert search().estimator.memory(change.policy, LONG).fits(search().estimator.machine)
+def test_where_nothing_fits_the_policy_stays():
+    chooser = PolicyChooser(search(), STREAMED)
+    huge = RequestMix(100_000, 32, 64, 16_384)  # 640 GB of KV.
+    assert all(chooser.consider(huge, 0, float(second)) is None for second in range(10))
+    assert chooser.first(huge) == STREAMED
+    assert chooser.first(LONG) == search().compare(LONG).best.policy
