@@ -45,6 +45,9 @@ class CpuLayers:
     def bind(self, layer: int, buffer: int) -> None:
         self.decoder.bind_layer(layer, self._buffers[buffer])
 
+    def release(self, buffer: int) -> None:
+        """What is computed here is done when its call returns."""
+
     def bind_for_measuring(self, layer: int) -> None:
         self.decoder.bind_layer(layer, self._file.layer(layer))
 

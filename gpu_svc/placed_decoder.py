@@ -44,6 +44,10 @@ class DeviceLayers(Protocol):
         """Has the decoder compute the layer from the buffer."""
         ...
 
+    def release(self, buffer: int) -> None:
+        """What was computed with the buffer so far has to end before the next copy into it."""
+        ...
+
     def bind_for_measuring(self, layer: int) -> None:
         """Has the decoder compute the layer from wherever it need not wait for."""
         ...
@@ -138,6 +142,7 @@ class PlacedDecoder:
     def post_attention(self, layer: int, attention: Tensor, hidden: Tensor) -> Tensor:
         hidden = self._inner.post_attention(layer, attention, hidden)
         if self._stream is not None and self._awaits and layer in self._streamed:
+            self._layers.release(self._buffer_of[layer])
             self._stream.release(layer)
         return hidden
 

@@ -112,6 +112,54 @@ std::size_t DecoderLinear::layer_bytes(std::int32_t layer) const {
     return counter.num_counted();
 }
 
+std::vector<WeightPart> DecoderLinear::layer_parts(std::int32_t index) const {
+    WeightArena own;  // Pages that nobody touches take no memory.
+    const std::byte* base = own.allocate(layer_bytes(index));
+    WeightArena arena(const_cast<std::byte*>(base));
+    const Layer layer = lay_out(shapes_[index], arena);
+    std::vector<WeightPart> parts;
+    const auto add = [&](const std::string& name, const float* vector, std::int32_t size) {
+        if (vector == nullptr) return;
+        const auto offset = static_cast<std::size_t>(reinterpret_cast<const std::byte*>(vector) - base);
+        parts.push_back({name, offset, 1, size, 0, DType::fp32, false});
+    };
+    const auto add_matrix = [&](const std::string& name, const PackedMatrix& matrix) {
+        const auto offset = static_cast<std::size_t>(matrix.panels() - base);
+        parts.push_back({name, offset, matrix.num_columns(), matrix.depth(), matrix.panel_bytes(), matrix.type(),
+                         matrix.gated()});
+        if (matrix.bias() == nullptr) return;
+        // A column of the panels, so that its padding and the order of gates are those of the matrix.
+        const auto bias_offset = static_cast<std::size_t>(reinterpret_cast<const std::byte*>(matrix.bias()) - base);
+        parts.push_back({name + "_bias", bias_offset, matrix.num_columns(), 1,
+                         kernel_.panel_columns * sizeof(float), DType::fp32, matrix.gated()});
+    };
+    const auto add_mlp = [&](const std::string& prefix, const Mlp& mlp) {
+        add_matrix(prefix + "up", mlp.up);
+        add_matrix(prefix + "down", mlp.down);
+    };
+    add("attention_norm", layer.attention_norm.weight, shape_.hidden_size);
+    add("attention_norm_bias", layer.attention_norm.bias, shape_.hidden_size);
+    add("mlp_norm", layer.mlp_norm.weight, shape_.hidden_size);
+    add("mlp_norm_bias", layer.mlp_norm.bias, shape_.hidden_size);
+    add("post_attention_norm", layer.post_attention_norm.weight, shape_.hidden_size);
+    add("post_mlp_norm", layer.post_mlp_norm.weight, shape_.hidden_size);
+    add("q_norm", layer.q_norm, shape_.head_dim);
+    add("k_norm", layer.k_norm, shape_.head_dim);
+    add_matrix("qkv", layer.qkv);
+    add_matrix("output", layer.output);
+    if (layer.mlp) add_mlp("", *layer.mlp);
+    if (!layer.experts) return parts;
+    const Experts& experts = *layer.experts;
+    add_matrix("router", experts.router);
+    for (std::size_t expert = 0; expert < experts.mlps.size(); ++expert)
+        add_mlp("experts." + std::to_string(expert) + ".", experts.mlps[expert]);
+    if (experts.shared) {
+        add_mlp("shared.", *experts.shared);
+        add_matrix("shared.gate", *experts.shared_gate);
+    }
+    return parts;
+}
+
 std::size_t DecoderLinear::vocabulary_bytes() const {
     WeightArena counter(nullptr);
     lay_out_vocabulary(counter);

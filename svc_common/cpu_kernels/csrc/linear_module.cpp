@@ -29,6 +29,11 @@ DType dtype_named(const std::string& name) {
     throw nb::value_error("the weight type is fp32, fp16 or bf16");
 }
 
+const char* name_of(DType type) {
+    if (type == DType::fp16) return "fp16";
+    return type == DType::bf16 ? "bf16" : "fp32";
+}
+
 Activation activation_named(const std::string& name) {
     if (name == "none") return Activation::none;
     if (name == "relu") return Activation::relu;
@@ -226,6 +231,15 @@ auto weight_memory(std::size_t num_bytes) {
 }
 
 void bind_decoder(nb::module_& m) {
+    nb::class_<WeightPart>(m, "WeightPart", "A vector or a matrix in the memory of a packed layer.")
+        .def_ro("name", &WeightPart::name)
+        .def_ro("offset", &WeightPart::offset, "In bytes.")
+        .def_ro("rows", &WeightPart::rows, "Of a vector 1.")
+        .def_ro("depth", &WeightPart::depth, "Elements of a row.")
+        .def_ro("panel_bytes", &WeightPart::panel_bytes, "From a panel to the next; 0: a vector of fp32.")
+        .def_prop_ro("dtype", [](const WeightPart& part) { return name_of(part.type); }, "fp32, fp16 or bf16.")
+        .def_ro("gated", &WeightPart::gated,
+                "Whether each panel has columns of the first half of the rows, then of the second.");
     nb::class_<DecoderLinear>(m, "DecoderLinear",
                               "The linear part of a decoder. Activations are fp32, in dense rows, and come as\n"
                               "addresses of memory that the caller has checked: this is called twice per layer.\n"
@@ -253,6 +267,10 @@ void bind_decoder(nb::module_& m) {
             "layer_bytes",
             [](const DecoderLinear& self, std::int32_t layer) { return self.layer_bytes(layer_in(self, layer)); },
             "layer"_a, "Bytes of the layer once it is packed.")
+        .def(
+            "layer_parts",
+            [](const DecoderLinear& self, std::int32_t layer) { return self.layer_parts(layer_in(self, layer)); },
+            "layer"_a, "What lies where in a packed layer.")
         .def_prop_ro("vocabulary_bytes", &DecoderLinear::vocabulary_bytes,
                      "Bytes of embedding, head and final norm once they are packed.")
         .def_prop_ro("panel_columns", &DecoderLinear::panel_columns,
