@@ -25,6 +25,9 @@ class CpuLayers:
     def _file(self) -> LayerFile:
         return self._open_file()
 
+    def open(self) -> None:
+        _ = self._file
+
     def is_resident(self, layer: int) -> bool:
         return self.decoder.is_bound(layer)
 

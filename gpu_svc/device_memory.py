@@ -35,7 +35,8 @@ class DeviceMemory:
         """Of what these layers are streamed through."""
         if not streamed:
             return 0
-        return (min(NUM_BUFFERS, len(streamed)) + self.num_stagings) * max(self.layer_bytes[i] for i in streamed)
+        buffers = min(NUM_BUFFERS, len(streamed)) * max(self.layer_bytes[layer] for layer in streamed)
+        return buffers + self.num_stagings * max(self.layer_bytes)
 
     def streamed_bytes(self, streamed: Sequence[int]) -> int:
         """That cross the link in each iteration.

@@ -51,6 +51,9 @@ class TorchLayers:
             _register(file)
         return file
 
+    def open(self) -> None:
+        _ = self._file
+
     def is_resident(self, layer: int) -> bool:
         return self.decoder.is_bound(layer)
 

@@ -7,12 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.gpu import VARIANTS, Driver, load_decoder, load_placed, load_torch_decoder
+from support.gpu import LIMITS, VARIANTS, Driver, load_decoder, load_placed, load_torch_decoder
 
-from gpu_svc.device_memory import DoesNotFitError
+from gpu_svc.cpu_layers import CpuLayers
+from gpu_svc.device_memory import DeviceMemory, DoesNotFitError
 from gpu_svc.limits import Limits
+from gpu_svc.link import Link
 from gpu_svc.placed_decoder import PlacedDecoder
+from svc_common.decoder.cpu_decoder import CpuDecoder
 from svc_common.decoder.decoder import Decoder
+from svc_common.decoder.layer_file import LayerFile, LayerFileError
 from svc_common.decoder.weights import tensors
 from svc_common.model.store import ModelFiles
 from svc_common.plan import CohortStep, NewSequence, PrefillChunk, SubBatch, Swap, Tier
@@ -260,3 +264,19 @@ def test_a_trace_shows_layers_on_the_link(placed: Callable[..., PlacedDecoder], 
     waits = [event for event in trace.events(trace.gpu) if event.kind is TraceKind.WEIGHT_WAIT]
     assert [event.layer for event in waits] == [0, 1, 2, 3]
     assert trace_from_message(trace_to_message(trace)) == trace
+
+
+def test_layers_stay_where_they_are_when_no_file_can_be_had(checkpoint: GetFiles, make_driver: MakeDriver) -> None:
+    def open_file() -> LayerFile:
+        raise LayerFileError("the disk is full")
+
+    own = load_decoder(checkpoint("llama-deep"))
+    assert isinstance(own, CpuDecoder)
+    memory = DeviceMemory(2**40, own.layer_bytes, own.vocabulary_bytes, 0)
+    executor = make_driver(PlacedDecoder(CpuLayers(own, open_file, Link()), memory), 80).executor
+    with pytest.raises(LayerFileError, match="the disk is full"):
+        executor.open_epoch(2, LIMITS, None, ExecutionPolicy(3))
+    driver = Driver(executor, epoch=3)
+    assert executor.status().resident_layers == memory.num_layers
+    on_the_gpu(driver)
+    assert set(map(len, driver.tokens.values())) == {5}
