@@ -1,5 +1,6 @@
 """Layers on the CPU as the planner sees them: what is configured, and what an iteration then takes."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -128,3 +129,15 @@ def test_all_on_the_cpu_and_a_slower_one() -> None:
     estimator = TableEstimator(TABLES, 5, ExecutionPolicy(0, 5, 5)).calibrated(Factors(cpu_decode=2.0))
     assert estimator.iteration_s(MIXED) == pytest.approx(2 * 5 * 42 + 1100)
     assert estimator.terms(MIXED).weights_s == 0.0
+
+
+def test_layers_of_prompts_alone_are_not_streamed_for_decodes() -> None:
+    """Of 5 layers 3 are streamed, all of which the CPU computes for decodes."""
+    tables = replace(TABLES, link_bytes_per_s=1.0)
+    decodes = SubBatchLoad(num_gpu_decodes=2, gpu_context_tokens=20, num_outputs=2)
+    for policy in (ExecutionPolicy(2, 0, 3), ExecutionPolicy(2, 0, 2)):
+        quiet, streaming = (TableEstimator(tables, 5, policy) for _ in range(2))
+        streaming.stream(3, 10**6)
+        assert streaming.iteration_s(MIXED) > quiet.iteration_s(MIXED)
+        is_needed = policy.decode_cpu_layers < 3
+        assert (streaming.iteration_s(decodes) > quiet.iteration_s(decodes)) == is_needed
