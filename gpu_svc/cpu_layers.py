@@ -25,6 +25,9 @@ class CpuLayers:
     def _file(self) -> LayerFile:
         return self._open_file()
 
+    def open(self) -> None:
+        _ = self._file
+
     def is_resident(self, layer: int) -> bool:
         return self.decoder.is_bound(layer)
 
@@ -44,6 +47,9 @@ class CpuLayers:
 
     def bind(self, layer: int, buffer: int) -> None:
         self.decoder.bind_layer(layer, self._buffers[buffer])
+
+    def release(self, buffer: int) -> None:
+        """What is computed here is done when its call returns."""
 
     def bind_for_measuring(self, layer: int) -> None:
         self.decoder.bind_layer(layer, self._file.layer(layer))

@@ -20,6 +20,8 @@ class DeviceMemory:
     other_bytes: int
     """Embedding, head, norms."""
     kv_bytes: int
+    num_stagings: int = 0
+    """Buffers beside those that are computed with, where packed layers are unpacked."""
 
     @property
     def num_layers(self) -> int:
@@ -31,8 +33,10 @@ class DeviceMemory:
 
     def buffer_bytes(self, streamed: Sequence[int]) -> int:
         """Of what these layers are streamed through."""
-        largest = max((self.layer_bytes[layer] for layer in streamed), default=0)
-        return min(NUM_BUFFERS, len(streamed)) * largest
+        if not streamed:
+            return 0
+        buffers = min(NUM_BUFFERS, len(streamed)) * max(self.layer_bytes[layer] for layer in streamed)
+        return buffers + self.num_stagings * max(self.layer_bytes)
 
     def streamed_bytes(self, streamed: Sequence[int]) -> int:
         """That cross the link in each iteration.

@@ -152,8 +152,8 @@ class Executor:
         resident = memory.most_resident() if policy is None else policy.resident_layers
         first = min(policy.prefill_cpu_layers, policy.decode_cpu_layers) if policy else 0
         memory.check(resident, first)
+        self._placed.place(range(first, num_layers - resident), resident)
         self._note_placement(resident, first)
-        self._placed.place(self.streamed_layers, resident)
         if self.streamed_layers:
             logger.info(
                 "%d of %d layers lie on the device, %d are streamed, %d bytes in each iteration",

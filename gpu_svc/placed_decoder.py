@@ -20,6 +20,10 @@ class DeviceLayers(Protocol):
     @property
     def decoder(self) -> Decoder: ...
 
+    def open(self) -> None:
+        """Makes sure that layers can be had. Raises LayerFileError and CheckpointError."""
+        ...
+
     def is_resident(self, layer: int) -> bool:
         """Whether the decoder can compute it."""
         ...
@@ -42,6 +46,10 @@ class DeviceLayers(Protocol):
 
     def bind(self, layer: int, buffer: int) -> None:
         """Has the decoder compute the layer from the buffer."""
+        ...
+
+    def release(self, buffer: int) -> None:
+        """What was computed with the buffer so far has to end before the next copy into it."""
         ...
 
     def bind_for_measuring(self, layer: int) -> None:
@@ -74,13 +82,15 @@ class PlacedDecoder:
     def place(self, streamed: range, num_resident: int) -> None:
         """The last `num_resident` layers lie on the device, `streamed` come in each iteration, others nowhere.
 
-        Memory is given up before more is taken. Raises LayerFileError and CheckpointError.
+        Memory is given up before more is taken. Raises LayerFileError and CheckpointError, and then all is as it was.
         """
         num_layers = self.spec.num_layers
         resident = range(num_layers - num_resident, num_layers)
         assert not set(streamed) & set(resident)
         if (streamed, num_resident) == (self._streamed, self._num_resident):
             return
+        if streamed or not all(map(self._layers.is_resident, resident)):
+            self._layers.open()
         self.close()
         for layer in range(num_layers):
             if layer not in resident:
@@ -93,6 +103,8 @@ class PlacedDecoder:
             num_buffers = min(NUM_BUFFERS, len(streamed))
             self._layers.make_buffers(num_buffers, max(self._layers.layer_bytes[layer] for layer in streamed))
             self._stream = WeightStream(num_buffers, self._layers.copy)
+        else:
+            self._layers.make_buffers(0, 0)  # What loading needed beside the layers.
 
     def close(self) -> None:
         """Ends the streaming; buffers are given up."""
@@ -138,6 +150,7 @@ class PlacedDecoder:
     def post_attention(self, layer: int, attention: Tensor, hidden: Tensor) -> Tensor:
         hidden = self._inner.post_attention(layer, attention, hidden)
         if self._stream is not None and self._awaits and layer in self._streamed:
+            self._layers.release(self._buffer_of[layer])
             self._stream.release(layer)
         return hidden
 

@@ -127,9 +127,11 @@ class TableEstimator:
             + self._factors.overhead * self._overhead_s
         )
         layers_s = layers.gpu_s + layers.cpu_wait_s
-        return layers_s + beside_s + self._weight_wait_s(layers_s, beside_s, first.num_tokens > 0, cohort)
+        return layers_s + beside_s + self._weight_wait_s(layers_s, beside_s, first, second, cohort)
 
-    def _weight_wait_s(self, layers_s: float, beside_s: float, has_batch: bool, cohort: CohortLoad) -> float:
+    def _weight_wait_s(
+        self, layers_s: float, beside_s: float, first: SubBatchLoad, second: SubBatchLoad, cohort: CohortLoad
+    ) -> float:
         """What streaming takes longer than the work that hides it.
 
         A streamed layer takes the longer of its computation and its way over the link. While layers that stay on the
@@ -137,7 +139,15 @@ class TableEstimator:
         batch keeps one of the two buffers, so that nothing hides behind the other.
         """
         stream_s, num_layers = self._base._stream_s, self._base._streamed_layers
+        has_batch = first.num_tokens > 0
         if not stream_s or not (has_batch or cohort.num_layers):
+            return 0.0
+        if not (
+            first.prefill_chunks or second.prefill_chunks
+        ):  # Layers that the CPU computes for decodes are not needed then.
+            num_needed = num_layers - min(num_layers, self._decode_cpu_layers - self._prefill_cpu_layers)
+            stream_s, num_layers = stream_s * num_needed / num_layers, num_needed
+        if not stream_s:
             return 0.0
         if cohort.num_layers:
             of_cohort_s = stream_s * cohort.num_layers / self.num_layers
@@ -290,7 +300,7 @@ class TableEstimator:
             cpu_decode_s=cpu_s,
             head_s=head_s,
             swap_s=swap_s,
-            weight_wait_s=self._weight_wait_s(layers.gpu_s + layers.cpu_wait_s, beside_s, first.num_tokens > 0, cohort),
+            weight_wait_s=self._weight_wait_s(layers.gpu_s + layers.cpu_wait_s, beside_s, first, second, cohort),
         )
 
     def timeline(

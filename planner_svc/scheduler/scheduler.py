@@ -131,7 +131,8 @@ class Scheduler:
         decodes = placement.reserve_decodes(self._capacity.max_batch_tokens, cohort.members)
         order_decodes(decodes.host)
         work, limits, held_back = self._assembly.collect(decodes, cohort, start_s)
-        decision = decide(work, limits, self._calibration, self._policy, start_s, cohort.is_under_way)
+        has_cpu_layers = self._capacity.has_cpu_layers
+        decision = decide(work, limits, self._calibration, self._policy, start_s, cohort.is_under_way, has_cpu_layers)
         batch = work.batch(decision.shape)
         passed_over = [] if batch.cohort else work.cpu_decodes[decision.shape.num_cpu_decodes :]
         for sequence in (*passed_over, *held_back):

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from svc_common.cpu_kernels import DecoderLinear, ThreadPool, weight_memory
+from svc_common.cpu_kernels import DecoderLinear, ThreadPool, WeightPart, weight_memory
 from svc_common.decoder.decoder import AllResident, Workspace, cap_logits_
 from svc_common.decoder.dtypes import dtype_name
 from svc_common.decoder.packing import Bytes, declare_layers, pack_layer, pack_vocabulary
@@ -58,7 +58,8 @@ class CpuDecoder(AllResident):
         """Of each layer, packed."""
         self.vocabulary_bytes = self._native.vocabulary_bytes
         """Of embedding, head and final norm, packed."""
-        self.packing = f"panels of {self._native.panel_columns}"
+        self.panel_columns = self._native.panel_columns
+        self.packing = f"panels of {self.panel_columns}"
         """What packed memory looks like beside its type: processors that say the same can share it."""
         # What the native code computes with lives as long as it may.
         self._layers: list[Bytes | None] = [None] * spec.num_layers
@@ -107,6 +108,10 @@ class CpuDecoder(AllResident):
         """The same for embedding, head and final norm. `positions`: see DecoderWeights."""
         self._native.bind_vocabulary(memory)
         self._vocabulary, self._positions = memory, positions
+
+    def layer_parts(self, index: int) -> list[WeightPart]:
+        """Where everything lies in a packed layer."""
+        return self._native.layer_parts(index)
 
     def is_bound(self, index: int) -> bool:
         return self._layers[index] is not None

@@ -76,6 +76,11 @@ class LayerFile:
         self._bytes = np.frombuffer(mapped, np.uint8)
         self.layer_bytes = tuple(self._parts[f"layer.{index}"].num_bytes for index in range(self.spec.num_layers))
 
+    @property
+    def address(self) -> int:
+        """Of the mapped file's first byte."""
+        return self._bytes.ctypes.data
+
     def layer(self, index: int) -> Bytes:
         """One layer, packed; keeps the file mapped as long as it lives."""
         return self._view(self._parts[f"layer.{index}"])

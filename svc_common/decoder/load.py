@@ -36,15 +36,7 @@ def load_decoder(checkpoint: Checkpoint, spec: ModelSpec, dtype: torch.dtype, de
 
 def load_weights(checkpoint: Checkpoint, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> DecoderWeights:
     """Peak memory is the weights themselves and one tensor of the file. Raises CheckpointError."""
-    loader = Loader(checkpoint, spec, dtype, device)
-    embedding = loader.embedding()
-    return DecoderWeights(
-        embedding=embedding,
-        layers=tuple(loader.layers()),
-        final_norm=loader.final_norm(),
-        head=embedding if spec.tie_embeddings else loader.head(),
-        positions=loader.positions(),
-    )
+    return Loader(checkpoint, spec, dtype, device).weights()
 
 
 class Loader:
@@ -56,6 +48,17 @@ class Loader:
         self._names = names_of(spec)
         self._dtype = dtype
         self._device = device
+
+    def weights(self, with_layers: bool = True) -> DecoderWeights:
+        """All, or all that is in no layer."""
+        embedding = self.embedding()
+        return DecoderWeights(
+            embedding=embedding,
+            layers=tuple(self.layers()) if with_layers else (),
+            final_norm=self.final_norm(),
+            head=embedding if self._spec.tie_embeddings else self.head(),
+            positions=self.positions(),
+        )
 
     def embedding(self) -> Tensor:
         return self._fused([(f"{self._names.embedding}.weight", (self._spec.vocab_size, self._spec.hidden_size))])

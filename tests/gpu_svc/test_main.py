@@ -12,7 +12,6 @@ from support.stacks import own_environment
 from gpu_svc.__main__ import check_kv_sizes, make_executor, table_cache
 from gpu_svc.executor import Executor
 from gpu_svc.limits import Limits
-from gpu_svc.loading import check_weights_fit
 from svc_common.config import Config, ConfigError, parse
 from svc_common.model.store import ModelFiles
 from svc_common.policy import ExecutionPolicy
@@ -41,14 +40,6 @@ def test_a_tier_that_holds_no_block_or_exceeds_the_device(
 def test_tiers_that_can_be_had(gpu_kv_bytes: int, host_kv_bytes: int) -> None:
     config = parse({"gpu": {"kv_bytes": gpu_kv_bytes}, "cpu_attn": {"kv_bytes": host_kv_bytes}}, "test")
     check_kv_sizes(config, BLOCK_BYTES, HOST_BLOCK_BYTES, MEMORY_BYTES)
-
-
-def test_weights_that_the_device_cannot_hold() -> None:
-    check_weights_fit("tiny", MEMORY_BYTES, MEMORY_BYTES)
-    with pytest.raises(
-        ConfigError, match=r"tiny: its weights and gpu.kv_bytes take 1000001 bytes, the device has 1000000"
-    ):
-        check_weights_fit("tiny", MEMORY_BYTES + 1, MEMORY_BYTES)
 
 
 def test_a_model_larger_than_the_device_is_streamed(

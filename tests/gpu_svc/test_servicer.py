@@ -366,7 +366,7 @@ def test_the_process_says_why_it_cannot_start(
 
 
 async def test_policies_that_cannot_be(checkpoint: GetFiles, cpu_attention: Any) -> None:
-    """What contradicts itself is refused; what the CPU attention service can't do, here of another model, is left out."""
+    """What contradicts itself is refused; layers that the CPU attention service can't compute are left out."""
     decoder = load_decoder(checkpoint("llama"))
     async with serve(decoder, cpu_attention.address) as stub:
         for policy, text in (

@@ -7,12 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.gpu import VARIANTS, Driver, load_decoder, load_placed
+from support.gpu import LIMITS, VARIANTS, Driver, load_decoder, load_placed, load_torch_decoder
 
-from gpu_svc.device_memory import DoesNotFitError
+from gpu_svc.cpu_layers import CpuLayers
+from gpu_svc.device_memory import DeviceMemory, DoesNotFitError
 from gpu_svc.limits import Limits
+from gpu_svc.link import Link
 from gpu_svc.placed_decoder import PlacedDecoder
+from svc_common.decoder.cpu_decoder import CpuDecoder
 from svc_common.decoder.decoder import Decoder
+from svc_common.decoder.layer_file import LayerFile, LayerFileError
+from svc_common.decoder.weights import tensors
 from svc_common.model.store import ModelFiles
 from svc_common.plan import CohortStep, NewSequence, PrefillChunk, SubBatch, Swap, Tier
 from svc_common.policy import ExecutionPolicy
@@ -123,6 +128,39 @@ def test_every_family_can_be_streamed(
     assert torch.equal(streamed[1], logits)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_torch_unpacks_the_weights_it_would_load(
+    variant: str, dtype: torch.dtype, checkpoint: GetFiles, placed: Callable[..., PlacedDecoder]
+) -> None:
+    """Bit for bit; the decoder of a GPU, here on the CPU."""
+    own = load_torch_decoder(checkpoint(variant), dtype).weights
+    decoder = placed(variant, dtype=dtype, torch_layers=True)
+    decoder.place(range(0), decoder.spec.num_layers)
+    unpacked = decoder._inner.weights  # type: ignore[attr-defined]
+    for ours, theirs in zip(tensors(own), tensors(unpacked), strict=True):
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("variant", ["llama-deep", "gemma3", "qwen2-moe-dense"])
+def test_torch_computes_with_streamed_layers(
+    variant: str, checkpoint: GetFiles, placed: Callable[..., PlacedDecoder], make_driver: MakeDriver
+) -> None:
+    tokens, logits, _ = results(on_the_gpu, load_torch_decoder(checkpoint(variant)), make_driver)
+    decoder = placed(variant, torch_layers=True)
+    executor = make_driver(decoder, 80).executor
+    seen = record_logits(decoder)
+    for epoch, resident in enumerate((0, decoder.spec.num_layers, 1), start=2):
+        driver = Driver(executor, epoch=epoch, policy=ExecutionPolicy(resident))
+        if epoch == 2:
+            executor.profile()
+        seen.clear()
+        on_the_gpu(driver)
+        assert driver.tokens == tokens
+        assert torch.equal(torch.cat(seen), logits)
+
+
 def test_each_iteration_brings_the_streamed_layers_once(
     placed: Callable[..., PlacedDecoder], make_driver: MakeDriver
 ) -> None:
@@ -203,8 +241,8 @@ def test_a_decoder_without_a_layer_file_keeps_all_layers(checkpoint: GetFiles, m
 def test_operations_are_measured_without_waiting_for_weights(
     placed: Callable[..., PlacedDecoder], make_driver: MakeDriver
 ) -> None:
-    """A link on which all layers would take 0.4 s; streaming then goes on as if nothing had been measured."""
-    decoder = placed(link_bytes_per_s=2_000_000)
+    """Nor are weights brought for it; streaming then goes on as if nothing had been measured."""
+    decoder = placed(link_bytes_per_s=20_000_000)
     driver = make_driver(decoder, policy=ExecutionPolicy(0), limits=Limits(4, 64, 64))
     before = decoder.traffic
     tables = driver.executor.profile()
@@ -226,3 +264,19 @@ def test_a_trace_shows_layers_on_the_link(placed: Callable[..., PlacedDecoder], 
     waits = [event for event in trace.events(trace.gpu) if event.kind is TraceKind.WEIGHT_WAIT]
     assert [event.layer for event in waits] == [0, 1, 2, 3]
     assert trace_from_message(trace_to_message(trace)) == trace
+
+
+def test_layers_stay_where_they_are_when_no_file_can_be_had(checkpoint: GetFiles, make_driver: MakeDriver) -> None:
+    def open_file() -> LayerFile:
+        raise LayerFileError("the disk is full")
+
+    own = load_decoder(checkpoint("llama-deep"))
+    assert isinstance(own, CpuDecoder)
+    memory = DeviceMemory(2**40, own.layer_bytes, own.vocabulary_bytes, 0)
+    executor = make_driver(PlacedDecoder(CpuLayers(own, open_file, Link()), memory), 80).executor
+    with pytest.raises(LayerFileError, match="the disk is full"):
+        executor.open_epoch(2, LIMITS, None, ExecutionPolicy(3))
+    driver = Driver(executor, epoch=3)
+    assert executor.status().resident_layers == memory.num_layers
+    on_the_gpu(driver)
+    assert set(map(len, driver.tokens.values())) == {5}

@@ -1,8 +1,10 @@
 """Layers on the CPU as the planner sees them: what is configured, and what an iteration then takes."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from support.planning import Loop, make_capacity
 
 from planner_svc.configured_policy import configured_policy
 from planner_svc.estimator import (
@@ -16,6 +18,7 @@ from planner_svc.estimator import (
 )
 from planner_svc.estimator.cpu_layers import PassSeconds, timeline
 from svc_common.config import ConfigError, PlannerConfig
+from svc_common.plan import Mode
 from svc_common.policy import ExecutionPolicy
 
 
@@ -128,3 +131,45 @@ def test_all_on_the_cpu_and_a_slower_one() -> None:
     estimator = TableEstimator(TABLES, 5, ExecutionPolicy(0, 5, 5)).calibrated(Factors(cpu_decode=2.0))
     assert estimator.iteration_s(MIXED) == pytest.approx(2 * 5 * 42 + 1100)
     assert estimator.terms(MIXED).weights_s == 0.0
+
+
+def test_layers_of_prompts_alone_are_not_streamed_for_decodes() -> None:
+    """Of 5 layers 3 are streamed, all of which the CPU computes for decodes."""
+    tables = replace(TABLES, link_bytes_per_s=1.0)
+    decodes = SubBatchLoad(num_gpu_decodes=2, gpu_context_tokens=20, num_outputs=2)
+    for policy in (ExecutionPolicy(2, 0, 3), ExecutionPolicy(2, 0, 2)):
+        quiet, streaming = (TableEstimator(tables, 5, policy) for _ in range(2))
+        streaming.stream(3, 10**6)
+        assert streaming.iteration_s(MIXED) > quiet.iteration_s(MIXED)
+        is_needed = policy.decode_cpu_layers < 3
+        assert (streaming.iteration_s(decodes) > quiet.iteration_s(decodes)) == is_needed
+
+
+# Each token costs the same on either processor, so that halves overlap without loss.
+EVEN = OperationTables(
+    linear=(LinearPoint(1, 1e-4), LinearPoint(100, 1e-2)),
+    prefill=(),
+    gpu_decode=(),
+    cpu_decode=(DecodePoint(1, 1, 0.0),),
+    head=(LinearPoint(1, 0.0),),
+    swap_bytes_per_s=1e9,
+    iteration_s=0.0,
+    cpu_linear=(LinearPoint(1, 1e-4), LinearPoint(100, 1e-2)),
+)
+
+
+def test_prompts_are_split_where_both_processors_gain() -> None:
+    """And no cohort is formed; without CPU layers a prompt stays whole."""
+    capacity = replace(make_capacity(100, 100), has_cpu_layers=True)
+    loop = Loop(capacity, estimator=TableEstimator(EVEN, 4, ExecutionPolicy(2, 2, 2)))
+    for num_tokens in (30, 50, 41):
+        loop.add(num_tokens, 12)
+    loop.run_until_idle()
+    assert {plan.mode for plan in loop.plans} <= {Mode.GPU_ONLY, Mode.ASYMMETRIC, Mode.SAME_LAYER}
+    first = loop.plans[0]
+    assert [batch.num_tokens for batch in first.sub_batches] == [16, 16]
+    # 16 tokens through 2 layers on the CPU, then both processors at once, then the GPU alone.
+    assert first.predicted_s == pytest.approx(3 * 2 * 16e-4)
+    whole = Loop(make_capacity(100, 100), estimator=TableEstimator(EVEN, 4))
+    whole.add(30, 2)
+    assert [batch.num_tokens for batch in whole.step().sub_batches] == [30]

@@ -14,12 +14,13 @@ from gpu_svc.host_tier import HostTier
 from gpu_svc.limits import Limits
 from gpu_svc.link import Link
 from gpu_svc.placed_decoder import PlacedDecoder
+from gpu_svc.torch_layers import TorchLayers
 from svc_common.decoder.checkpoint import open_model
 from svc_common.decoder.cpu_decoder import CpuDecoder
 from svc_common.decoder.decoder import Decoder
 from svc_common.decoder.layer_writer import open_layer_file
+from svc_common.decoder.load import Loader, load_weights
 from svc_common.decoder.load import load_decoder as load
-from svc_common.decoder.load import load_weights
 from svc_common.decoder.torch_decoder import TorchDecoder
 from svc_common.model.store import ModelFiles
 from svc_common.plan import IterationPlan, IterationResult, Mode, NewSequence, PrefillChunk, Sampling, SubBatch, Tier
@@ -176,11 +177,19 @@ def load_placed(
     dtype: torch.dtype = torch.float32,
     memory_bytes: int = 2**40,
     link_bytes_per_s: int = 0,
+    torch_layers: bool = False,
 ) -> PlacedDecoder:
-    """The same with its layers in a file in `directory`, all on the device by default; KV takes none of the memory."""
+    """The same with its layers in a file in `directory`, all on the device by default; KV takes none of the memory.
+
+    `torch_layers`: as on a GPU, on the CPU.
+    """
     spec, checkpoint = open_model(files)
     file = open_layer_file(files, spec, checkpoint, dtype, directory)
     decoder = CpuDecoder(spec, dtype)
+    if torch_layers:
+        on_device = TorchDecoder(spec, Loader(checkpoint, spec, dtype, CPU).weights(with_layers=False))
+        memory = DeviceMemory(memory_bytes, file.layer_bytes, on_device.weight_bytes, 0, num_stagings=1)
+        return PlacedDecoder(TorchLayers(on_device, decoder, lambda: file, Link(link_bytes_per_s)), memory)
     decoder.bind_vocabulary(file.vocabulary, file.positions())
     memory = DeviceMemory(memory_bytes, file.layer_bytes, decoder.vocabulary_bytes, 0)
     return PlacedDecoder(CpuLayers(decoder, lambda: file, Link(link_bytes_per_s)), memory)

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "experts.h"
@@ -70,6 +71,17 @@ struct LayerParameters {
     const float* shared_gate;  // [hidden_size]
 };
 
+// A part of a layer's memory, named as in Python's LayerWeights.
+struct WeightPart {
+    std::string name;
+    std::size_t offset;
+    std::int32_t rows;   // of a vector 1
+    std::int32_t depth;  // elements of a row
+    std::size_t panel_bytes;  // 0: a vector of fp32
+    DType type;
+    bool gated;
+};
+
 // Activations are fp32 and rows are dense. One caller at a time; buffers grow to the largest batch seen.
 //
 // It holds no weights: each layer, and the vocabulary, computes with memory of the caller's that it is bound to, in which
@@ -86,6 +98,8 @@ class DecoderLinear {
     // Bytes that a layer takes, a multiple of weight_alignment.
     std::size_t layer_bytes(std::int32_t layer) const;
     std::size_t vocabulary_bytes() const;
+    // Where everything lies in it, for those who compute with another form of it.
+    std::vector<WeightPart> layer_parts(std::int32_t layer) const;
     // Packs a layer into `memory`, zeroed, aligned and as large as layer_bytes.
     void pack_layer(std::int32_t layer, const LayerParameters& parameters, std::byte* memory) const;
     // `embedding` [vocab_size, hidden_size]; `head` like it, or null where the two are one.

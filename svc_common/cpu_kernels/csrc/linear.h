@@ -81,6 +81,10 @@ class PackedMatrix {
     std::int32_t panel_outputs() const { return kernel_->panel_columns / (gated() ? 2 : 1); }
     std::int32_t num_panels() const { return (num_outputs() + panel_outputs() - 1) / panel_outputs(); }
     std::size_t num_bytes() const { return num_panels() * panel_bytes_ + bias_bytes(); }
+    DType type() const { return type_; }
+    std::size_t panel_bytes() const { return panel_bytes_; }
+    const std::byte* panels() const { return panels_; }
+    const float* bias() const { return bias_; }  // in the order of the panels' columns, padded; null: none
     // Row `row` of the matrix, [depth], widened. Not of a gated one.
     void unpack_row(std::int32_t row, float* out) const;
 
