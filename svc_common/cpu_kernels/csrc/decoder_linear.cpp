@@ -37,7 +37,7 @@ std::size_t bytes_of(const Experts& experts) {
 
 }  // namespace
 
-DecoderLinear::DecoderLinear(const DecoderShape& shape, DType weight_type, ThreadPool& threads,
+DecoderLinear::DecoderLinear(const DecoderShape& shape, WeightType weight_type, ThreadPool& threads,
                              const LinearKernel& kernel)
     : shape_(shape), weight_type_(weight_type), resources_{threads, {}}, kernel_(kernel) {}
 
@@ -70,7 +70,7 @@ void DecoderLinear::set_mlp(const MlpParameters& mlp) { layers_.back().mlp.empla
 void DecoderLinear::set_router(const float* router, std::int32_t num_experts, std::int32_t experts_per_token,
                                bool normalised) {
     layers_.back().experts.emplace(Experts{PackedMatrix(kernel_, arena_, router, nullptr, num_experts,
-                                                        shape_.hidden_size, DType::fp32, Activation::none),
+                                                        shape_.hidden_size, WeightType::fp32, Activation::none),
                                            experts_per_token, normalised, {}, std::nullopt, std::nullopt});
 }
 
@@ -79,15 +79,19 @@ void DecoderLinear::add_expert(const MlpParameters& mlp) { layers_.back().expert
 void DecoderLinear::set_shared_expert(const MlpParameters& mlp, const float* gate) {
     Experts& experts = *layers_.back().experts;
     experts.shared.emplace(pack(mlp));
-    experts.shared_gate.emplace(kernel_, arena_, gate, nullptr, 1, shape_.hidden_size, DType::fp32, Activation::none);
+    experts.shared_gate.emplace(kernel_, arena_, gate, nullptr, 1, shape_.hidden_size, WeightType::fp32, Activation::none);
 }
 
 void DecoderLinear::set_vocabulary(const float* embedding, const float* head, const NormParameters& final_norm,
                                    std::int32_t vocab_size) {
     vocab_size_ = vocab_size;
     final_norm_ = copied_norm(final_norm);
-    embedding_.emplace(pack(embedding, nullptr, vocab_size, shape_.hidden_size));
-    if (head != nullptr) head_.emplace(pack(head, nullptr, vocab_size, shape_.hidden_size));
+    const auto packed = [&](const float* weights) {
+        return PackedMatrix(kernel_, arena_, weights, nullptr, vocab_size, shape_.hidden_size,
+                            vocabulary_type(weight_type_), Activation::none);
+    };
+    embedding_.emplace(packed(embedding));
+    if (head != nullptr) head_.emplace(packed(head));
 }
 
 std::size_t DecoderLinear::num_bytes() const {

@@ -52,10 +52,14 @@ struct MlpParameters {
     const float* down_bias;
 };
 
+// Embedding and head of a decoder with int4 weights are int8: their errors reach the tokens at once, and of a small model
+// they are a fifth of all weights.
+constexpr WeightType vocabulary_type(WeightType type) { return type == WeightType::int4 ? WeightType::int8 : type; }
+
 // Activations are fp32 and rows are dense. One caller at a time; buffers grow to the largest batch seen.
 class DecoderLinear {
   public:
-    DecoderLinear(const DecoderShape& shape, DType weight_type, ThreadPool& threads, const LinearKernel& kernel);
+    DecoderLinear(const DecoderShape& shape, WeightType weight_type, ThreadPool& threads, const LinearKernel& kernel);
 
     // These copy everything. Layers come in order, after each its MLP: one, or a router and all its experts, after
     // which one may follow that is shared.
@@ -110,7 +114,7 @@ class DecoderLinear {
     void run_experts(const Experts& experts, std::int32_t n, float* hidden);
 
     DecoderShape shape_;
-    DType weight_type_;
+    WeightType weight_type_;
     ProductResources resources_;
     const LinearKernel& kernel_;
     WeightArena arena_;

@@ -20,11 +20,13 @@ using Vector = nb::ndarray<const float, nb::shape<-1>, nb::c_contig, nb::device:
 using Matrix = nb::ndarray<const float, nb::shape<-1, -1>, nb::c_contig, nb::device::cpu>;
 using OutMatrix = nb::ndarray<float, nb::shape<-1, -1>, nb::c_contig, nb::device::cpu>;
 
-DType dtype_named(const std::string& name) {
-    if (name == "fp32") return DType::fp32;
-    if (name == "fp16") return DType::fp16;
-    if (name == "bf16") return DType::bf16;
-    throw nb::value_error("the weight type is fp32, fp16 or bf16");
+WeightType type_named(const std::string& name) {
+    if (name == "fp32") return WeightType::fp32;
+    if (name == "fp16") return WeightType::fp16;
+    if (name == "bf16") return WeightType::bf16;
+    if (name == "int8") return WeightType::int8;
+    if (name == "int4") return WeightType::int4;
+    throw nb::value_error("the weight type is fp32, fp16, bf16, int8 or int4");
 }
 
 Activation activation_named(const std::string& name) {
@@ -62,7 +64,7 @@ struct Linear {
         : matrix(choose_linear_kernel(instruction_set), arena, weights.data(),
                  vector_of(bias, static_cast<std::int32_t>(weights.shape(0)), "bias does not fit the weights"),
                  static_cast<std::int32_t>(weights.shape(0)), static_cast<std::int32_t>(weights.shape(1)),
-                 dtype_named(dtype), activation_named(activation)) {}
+                 type_named(dtype), activation_named(activation)) {}
 };
 
 void multiply(const Linear& linear, const Matrix& rows, const std::optional<Matrix>& residual, const OutMatrix& out,
@@ -166,11 +168,11 @@ void bind_decoder(nb::module_& m) {
                const std::string& dtype, ThreadPool& threads, const std::string& instruction_set) {
                 new (self) DecoderLinear({hidden_size, num_q_heads, num_kv_heads, head_dim, rotary_dim, norm_eps,
                                           activation_named(activation)},
-                                         dtype_named(dtype), threads, choose_linear_kernel(instruction_set));
+                                         type_named(dtype), threads, choose_linear_kernel(instruction_set));
             },
             nb::kw_only(), "hidden_size"_a, "num_q_heads"_a, "num_kv_heads"_a, "head_dim"_a, "rotary_dim"_a,
             "norm_eps"_a, "activation"_a, "dtype"_a, "threads"_a, "instruction_set"_a, nb::keep_alive<1, 10>(),
-            "`dtype` is the weights': fp32, fp16 or bf16; a rotary_dim of 0: heads are not rotated.")
+            "`dtype` is the weights': fp32, fp16, bf16, int8 or int4; a rotary_dim of 0: heads are not rotated.")
         .def("add_layer", &add_layer, nb::kw_only(), "attention_norm"_a, "attention_norm_bias"_a.none(), "qkv"_a,
              "qkv_bias"_a.none(), "q_norm"_a.none(), "k_norm"_a.none(), "output"_a, "output_bias"_a.none(),
              "post_attention_norm"_a.none(), "mlp_norm"_a, "mlp_norm_bias"_a.none(), "post_mlp_norm"_a.none(),
@@ -246,7 +248,7 @@ void bind_linear(nb::module_& m) {
     nb::class_<Linear>(m, "PackedLinear", "One weight matrix, packed for products with few or many rows.")
         .def(nb::init<const Matrix&, const std::optional<Vector>&, const std::string&, const std::string&, const std::string&>(),
              "weights"_a, "bias"_a.none(), "dtype"_a, "activation"_a, "instruction_set"_a,
-             "Copies weights [out, in], rounded to `dtype`: fp32, fp16 or bf16. `activation` is what a product is made to\n"
+             "Copies weights [out, in], rounded to `dtype`: fp32, fp16, bf16, int8 or int4. `activation` is what a product is made to\n"
              "be: none, relu, silu_gated or gelu_tanh_gated, with the gates in the first half of the rows.")
         .def_prop_ro("num_bytes", [](const Linear& self) { return self.matrix.num_bytes(); }, "Bytes held.")
         .def("multiply", &multiply, "rows"_a, "residual"_a.none(), "out"_a, "threads"_a,
