@@ -17,12 +17,13 @@ from svc_common import cpu_kernels
 from svc_common.config import Config, ConfigError, load_from_argv
 from svc_common.cores import usable_cores
 from svc_common.decoder.checkpoint import CheckpointError, open_model
-from svc_common.decoder.dtypes import DTYPES, KV_DTYPES, choose_compute_dtype, dtype_name
+from svc_common.decoder.dtypes import DTYPES, KV_DTYPES, choose_compute_dtype, default_kv_dtype, dtype_name
 from svc_common.decoder.load import load_decoder
 from svc_common.grpc_server import GrpcServer, ListenError, configure_logging, until_stop_signal
 from svc_common.memory import check_fits_memory, usable_memory_bytes
 from svc_common.model.spec import UnsupportedModelError
 from svc_common.model.store import ModelNotFoundError, default_cache_dir, resolve
+from svc_common.model.weight_types import weight_bytes
 
 _GRACE_S = 5.0
 
@@ -93,9 +94,9 @@ def make_executor(config: Config) -> Executor:
     files = resolve(config.model.source)
     spec, checkpoint = open_model(files)
     dtype = choose_compute_dtype(config.gpu.dtype, spec, device)
-    check_weights_fit(files.name, spec.weight_bytes(DTYPES[dtype].itemsize), _memory_bytes(device))
+    check_weights_fit(files.name, weight_bytes(spec, dtype), _memory_bytes(device))
     decoder = load_decoder(checkpoint, spec, DTYPES[dtype], device)
-    kv_dtype = DTYPES[dtype if config.kv.dtype == "auto" else config.kv.dtype]
+    kv_dtype = DTYPES[default_kv_dtype(dtype) if config.kv.dtype == "auto" else config.kv.dtype]
     host_dtype = None if config.kv.host_dtype == "auto" else KV_DTYPES[config.kv.host_dtype]
     shape = KvShape.of(spec, config.kv.block_tokens, kv_dtype, host_dtype)
     check_kv_sizes(config, shape.block_bytes, shape.host_block_bytes, _memory_bytes(device))

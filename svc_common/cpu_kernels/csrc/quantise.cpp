@@ -37,8 +37,9 @@ float poison(const float* weights, int size) {
     return sum;
 }
 
+// Weights as integer * scale + minimum, and the sum of the squares of what that is off by.
 struct Grid {
-    float scale, minimum, error;  // error: sum of squares
+    float scale, minimum, error;
     float integers[int4_size];
 };
 
@@ -59,9 +60,38 @@ void round_to_grid(const float* weights, float scale, float minimum, Grid& grid)
     for (const float error : errors) grid.error += error;
 }
 
-// Steps from the smallest weight to the largest. Fewer than 15: weights that lie on a grid but leave its ends empty, as
-// those of files with 4 bits do, find it again. More: the extremes are cut off and the others get a finer grid.
-constexpr float int4_steps[] = {15.0f, 14.0f, 13.0f, 12.0f, 11.0f, 10.0f, 9.0f, 8.0f, 15.5f, 16.0f, 16.5f, 17.0f};
+void keep_better(const float* weights, float scale, float minimum, Grid& best) {
+    Grid other;
+    round_to_grid(weights, scale, minimum, other);
+    if (other.error < best.error) best = other;
+}
+
+// The scale and minimum with the least squared error for the integers of `from`, and what rounding to them gives.
+void fit(const float* weights, const Grid& from, Grid& best) {
+    float n = int4_size, x = 0.0f, y = 0.0f, xx = 0.0f, xy = 0.0f;
+    for (int k = 0; k < int4_size; ++k) {
+        const float integer = from.integers[k];
+        x += integer;
+        y += weights[k];
+        xx += integer * integer;
+        xy += integer * weights[k];
+    }
+    const float spread = n * xx - x * x;
+    if (spread <= 0.0f) return;
+    const float scale = (n * xy - x * y) / spread;
+    if (scale > 0.0f) keep_better(weights, scale, (y - scale * x) / n, best);
+}
+
+// Whether some of the weights lie on the grid, but for what rounding its scale takes.
+bool may_lie_on(const float* weights, float scale, float minimum) {
+    const float inverse = 1.0f / scale;
+    float farthest = 0.0f;
+    for (int k = 0; k < lanes; ++k) {
+        const float place = (weights[k] - minimum) * inverse;
+        farthest = std::max(farthest, std::abs(place - nearest_integer(place)));
+    }
+    return farthest < 0.01f;
+}
 
 }  // namespace
 
@@ -90,13 +120,18 @@ ScaleAndMinimum quantise_int4(const float* weights, std::uint8_t* integers) {
         std::fill_n(integers, int4_size, std::uint8_t{0});
         return {NAN, NAN};
     }
-    Grid best, other;
+    Grid best;
     round_to_grid(weights, range / 15.0f, *least, best);
-    for (const float steps : int4_steps) {
-        if (best.error == 0.0f) break;
-        const float scale = range / steps;
-        round_to_grid(weights, scale, *least + std::max(steps - 15.0f, 0.0f) / 2.0f * scale, other);
-        if (other.error < best.error) std::swap(best, other);
+    // Weights of a file with 4 bits lie on a grid already, whose ends may be empty.
+    for (float steps = 14.0f; steps >= 8.0f && best.error > 0.0f; --steps)
+        if (may_lie_on(weights, range / steps, *least)) keep_better(weights, range / steps, *least, best);
+    if (best.error > 0.0f) {
+        fit(weights, Grid(best), best);
+        // The ends cut off by half a step, and a finer scale for the others.
+        Grid cut;
+        const float scale = range / 16.0f;
+        round_to_grid(weights, scale, *least + scale / 2.0f, cut);
+        fit(weights, cut, best);
     }
     for (int k = 0; k < int4_size; ++k) integers[k] = static_cast<std::uint8_t>(best.integers[k]);
     return {best.scale, best.minimum};
