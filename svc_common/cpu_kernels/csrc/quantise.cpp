@@ -46,7 +46,7 @@ struct Grid {
 void round_to_grid(const float* weights, float scale, float minimum, Grid& grid) {
     grid.scale = rounded_to<Half>(scale);
     grid.minimum = rounded_to<Half>(minimum);
-    const float inverse = grid.scale > 0.0f ? 1.0f / grid.scale : 0.0f;
+    const float inverse = grid.scale != 0.0f ? 1.0f / grid.scale : 0.0f;
     float errors[lanes] = {};
     for (int k = 0; k < int4_size; k += lanes)
         for (int i = 0; i < lanes; ++i) {
@@ -79,7 +79,7 @@ void fit(const float* weights, const Grid& from, Grid& best) {
     const float spread = n * xx - x * x;
     if (spread <= 0.0f) return;
     const float scale = (n * xy - x * y) / spread;
-    if (scale > 0.0f) keep_better(weights, scale, (y - scale * x) / n, best);
+    keep_better(weights, scale, (y - scale * x) / n, best);
 }
 
 // Whether some of the weights lie on the grid, but for what rounding its scale takes.
@@ -122,7 +122,10 @@ ScaleAndMinimum quantise_int4(const float* weights, std::uint8_t* integers) {
     }
     Grid best;
     round_to_grid(weights, range / 15.0f, *least, best);
-    // Weights of a file with 4 bits lie on a grid already, whose ends may be empty.
+    // Weights of a file with 4 bits lie on a grid already: from -8 to 7 times a scale of either sign, or another whose ends
+    // may be empty.
+    const float end = -*least > *most ? *least : *most;
+    if (best.error > 0.0f) keep_better(weights, end / -8.0f, end, best);
     for (float steps = 14.0f; steps >= 8.0f && best.error > 0.0f; --steps)
         if (may_lie_on(weights, range / steps, *least)) keep_better(weights, range / steps, *least, best);
     if (best.error > 0.0f) {
