@@ -20,7 +20,7 @@ const char* name_of(WeightType type) {
 }
 
 // Of types that are not quantised, which both enumerations number alike.
-float rounded(WeightType type, float value) { return rounded(static_cast<DType>(type), value); }
+float rounded(WeightType type, float value) { return neoflex::rounded(static_cast<DType>(type), value); }
 
 struct Shape {
     std::int32_t num_rows;
