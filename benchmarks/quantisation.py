@@ -182,9 +182,9 @@ def main() -> None:
     about = (
         f"{files.name}, its weights in int8 and int4 (embedding and head then int8) beside bf16, all against fp32. "
         f"Accuracy over {sum(map(len, texts))} tokens of this project's licence and Python's language reference; fp32 "
-        f"of the file's weights is the truth, or *off the grid* fp32 of the same weights moved at random by up to half a "
-        f"step of 15 in each 32: int4 keeps what a file has in 4 bits, other weights it has to round. Speed of all matrix "
-        f"products of a pass on {num_threads} threads; floor: the weights' bytes at the read ceiling."
+        "of the file's weights is the truth, or *off the grid* fp32 of the same moved at random by up to half a "
+        "step of 15 in each 32: int4 keeps what a file has in 4 bits, other weights it has to round. Speed of all "
+        f"matrix products of a pass on {num_threads} threads; floor: the weights' bytes at the read ceiling."
     )
     publish("quantisation", "Weights in int8 and int4", "make bench-quantisation", about, rows, options.publish)
 

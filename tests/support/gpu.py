@@ -169,6 +169,28 @@ def load_torch_decoder(files: ModelFiles, dtype: torch.dtype = torch.float32) ->
     return TorchDecoder(spec, load_weights(checkpoint, spec, dtype, CPU))
 
 
+@torch.inference_mode()
+def dense_logits(decoder: Decoder, tokens: list[int]) -> torch.Tensor:
+    """[n, vocab_size]: the decoder with the plainest attention there is, written out in float64."""
+    spec = decoder.spec
+    positions = torch.arange(len(tokens))
+    hidden, workspace = decoder.embed(torch.tensor(tokens), positions), decoder.workspace(positions)
+    distance = positions[:, None] - positions
+    for layer in range(spec.num_layers):
+        window = spec.layer(layer).sliding_window or len(tokens)
+        hidden_keys = (distance < 0) | (distance >= window)
+        decoder.pre_attention(layer, hidden, workspace)
+        group = spec.num_q_heads // spec.num_kv_heads
+        k, v = (part.double().repeat_interleave(group, 1) for part in workspace.kv.unbind(1))
+        scores = torch.einsum("qhd,khd->hqk", workspace.q.double(), k) * spec.softmax_scale
+        if cap := spec.attention_softcap:
+            scores = cap * (scores / cap).tanh()
+        weights = scores.masked_fill(hidden_keys, float("-inf")).softmax(-1)
+        attended = torch.einsum("hqk,khd->qhd", weights, v).to(decoder.dtype).contiguous()
+        hidden = decoder.post_attention(layer, attended, hidden)
+    return decoder.logits(hidden)
+
+
 @dataclass
 class Driver:
     """Plays the planner: keeps blocks per tier, sends plans, collects tokens by sequence."""

@@ -1,7 +1,14 @@
 """int8 and int4 weights, and the rows they are multiplied with, in numpy: the same rounding, written down once more."""
 
+import copy
+
 import numpy as np
 import numpy.typing as npt
+import torch
+
+from support.reference import Reference, load_transformers
+from svc_common.cpu_kernels import PackedLinear, ThreadPool
+from svc_common.model.store import ModelFiles
 
 Array = npt.NDArray[np.float32]
 Wide = npt.NDArray[np.float64]
@@ -43,3 +50,28 @@ def rows_as_int16(rows: Array, dtype: str) -> Wide:
     integers = np.rint(groups * (np.float32(32767) / largest))
     scales = (largest / np.float32(32767)).astype(np.float64)
     return (integers * scales).reshape(len(rows), -1)[:, : rows.shape[1]]
+
+
+def held(weights: Array, dtype: str, instruction_set: str = "auto") -> Array:
+    """The weights as they are held, [columns, depth], each read by a row that has one number, within 4e-7 of it.
+
+    Of int4 also within 4e-7 of its group's largest: minimum and multiple of the scale come as two.
+    """
+    columns, depth = weights.shape
+    out = np.empty((depth, columns), np.float32)
+    linear = PackedLinear(weights, None, dtype, "none", instruction_set)
+    linear.multiply(np.eye(depth, dtype=np.float32), None, out, ThreadPool(1))
+    return np.ascontiguousarray(out.T)
+
+
+def rounded_reference(files: ModelFiles, dtype: str) -> Reference:
+    """transformers in fp32, with each weight as `held` has it that a decoder of that type rounds."""
+    model = copy.deepcopy(load_transformers(files))
+    for name, parameter in model.named_parameters():
+        if parameter.ndim < 2 or name.endswith("gate.weight") or "embed_positions" in name:
+            continue
+        kept = "int8" if "embed_tokens" in name or "lm_head" in name else dtype
+        matrices = parameter.data.view(-1, *parameter.shape[-2:])  # of experts, several
+        for matrix in matrices:
+            matrix.copy_(torch.from_numpy(held(matrix.numpy(), kept)))
+    return Reference(files, model)

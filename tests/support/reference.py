@@ -29,10 +29,11 @@ class Verdict:
 class Reference:
     """Greedy tokens of a model, and a judge of other implementations' tokens."""
 
-    def __init__(self, files: ModelFiles) -> None:
+    def __init__(self, files: ModelFiles, model: PreTrainedModel | None = None) -> None:
+        """`model`: in place of what transformers makes of the files."""
         # Threads of a second process on the same few cores wait for one another most of the time.
         torch.set_num_threads(1)
-        self._model = load_transformers(files)
+        self._model = model or load_transformers(files)
         self._greedy: dict[tuple[tuple[int, ...], int], list[int]] = {}
 
     @torch.inference_mode()
@@ -51,6 +52,12 @@ class Reference:
             )
             self._greedy[key] = output[0, len(prompt) :].tolist()
         return self._greedy[key]
+
+    @torch.inference_mode()
+    def logits(self, tokens: Sequence[int]) -> torch.Tensor:
+        """[n, vocab_size]: after each token."""
+        logits: torch.Tensor = self._model(torch.tensor([list(tokens)])).logits[0]
+        return logits
 
     @torch.inference_mode()
     def judge(self, prompt: Sequence[int], tokens: Sequence[int], verdict: Verdict, label: str = "") -> None:

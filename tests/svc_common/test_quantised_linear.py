@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from support.quantised import GROUP, Array, Wide, as_int8, grouped, int8_scales, rows_as_int16
+from support.quantised import GROUP, Array, Wide, as_int8, grouped, held, int8_scales, rows_as_int16
 
 from svc_common.cpu_kernels import PackedLinear, ThreadPool, runnable_linear_instruction_sets
 
@@ -32,16 +32,6 @@ def multiply(linear: PackedLinear, rows: Array, outputs: int, residual: Array | 
     out = np.full((len(rows), outputs), np.nan, np.float32)
     linear.multiply(rows, residual, out, THREADS[threads])
     return out
-
-
-def held(weights: Array, dtype: str, instruction_set: str = "auto") -> Array:
-    """The weights as they are held, [columns, depth], each read by a row that has one number, within 4e-7 of it.
-
-    Of int4 also within 4e-7 of its group's largest: minimum and multiple of the scale come as two.
-    """
-    columns, depth = weights.shape
-    linear = PackedLinear(weights, None, dtype, "none", instruction_set)
-    return multiply(linear, np.eye(depth, dtype=np.float32), columns).T
 
 
 def product(weights: Array, rows: Array, dtype: str, instruction_set: str) -> tuple[Wide, Wide]:
