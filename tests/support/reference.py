@@ -29,8 +29,9 @@ class Verdict:
 class Reference:
     """Greedy tokens of a model, and a judge of other implementations' tokens."""
 
-    def __init__(self, files: ModelFiles, model: PreTrainedModel | None = None) -> None:
+    def __init__(self, files: ModelFiles, model: PreTrainedModel | None = None, tie: float = TIE) -> None:
         """`model`: in place of what transformers makes of the files."""
+        self._tie = tie
         # Threads of a second process on the same few cores wait for one another most of the time.
         torch.set_num_threads(1)
         self._model = model or load_transformers(files)
@@ -72,7 +73,7 @@ class Reference:
                 continue
             gap = float(best.values[step, 0] - logits[step, token])
             text = f"{label} step {step}: {token} for {int(best.indices[step, 0])}, {gap:.2e} apart"
-            (verdict.near_ties if gap <= TIE else verdict.mismatches).append(text)
+            (verdict.near_ties if gap <= self._tie else verdict.mismatches).append(text)
 
 
 @cache
