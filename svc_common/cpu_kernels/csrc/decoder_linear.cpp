@@ -79,7 +79,8 @@ void DecoderLinear::add_expert(const MlpParameters& mlp) { layers_.back().expert
 void DecoderLinear::set_shared_expert(const MlpParameters& mlp, const float* gate) {
     Experts& experts = *layers_.back().experts;
     experts.shared.emplace(pack(mlp));
-    experts.shared_gate.emplace(kernel_, arena_, gate, nullptr, 1, shape_.hidden_size, WeightType::fp32, Activation::none);
+    experts.shared_gate.emplace(kernel_, arena_, gate, nullptr, 1, shape_.hidden_size, WeightType::fp32,
+                                Activation::none);
 }
 
 void DecoderLinear::set_vocabulary(const float* embedding, const float* head, const NormParameters& final_norm,

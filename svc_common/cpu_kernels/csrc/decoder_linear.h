@@ -52,8 +52,7 @@ struct MlpParameters {
     const float* down_bias;
 };
 
-// Embedding and head of a decoder with int4 weights are int8: their errors reach the tokens at once, and of a small model
-// they are a fifth of all weights.
+// Embedding and head of a decoder with int4 weights are int8: no layer after them evens out what they are off by.
 constexpr WeightType vocabulary_type(WeightType type) { return type == WeightType::int4 ? WeightType::int8 : type; }
 
 // Activations are fp32 and rows are dense. One caller at a time; buffers grow to the largest batch seen.

@@ -68,7 +68,7 @@ template <typename S, int R>
     }
 }
 
-// sums [panel_columns] = `before` + integers * scale of the row * scales + sum of the row * minima.
+// Of one row: sums [panel_columns] = (start ? 0 : sums) + integers * row's scale * scales + row's sum * minima.
 template <typename S, WeightType type>
 [[gnu::always_inline]] inline void add_scaled(const typename S::Ints* integers, const Word* row,
                                               const std::byte* group, bool start, float* sums) {

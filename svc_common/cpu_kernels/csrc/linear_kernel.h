@@ -49,13 +49,13 @@ struct LinearKernel {
     bool rounds_rows;
     // Rounds one row to bf16, padding included.
     void (*round_row)(const float* row, std::int32_t depth, std::uint16_t* out);
-    // Makes groups of one row for products with weights of a quantised type: `out` has row_group_words() for each. A row
-    // with a number that is not finite gives NaN.
+    // Makes groups of one row for products with weights of a quantised type: `out` has row_group_words() for each.
+    // Products of a group with a number that is not finite are NaN.
     void (*quantise_row)(WeightType, const float* row, std::int32_t depth, std::uint32_t* out);
     // sums [num_rows, panel_columns] = (start ? 0 : sums) + rows [num_rows, depth] . weights [depth, panel_columns].
     // Each sum adds its products, or pairs or groups of them, in the order of depth, so it depends neither on the other
-    // rows nor on where depth is cut. `weights` point into a panel, at an even depth or the start of a group. `rows` are
-    // fp32, or words of 32 bits as round_row or quantise_row made them, `row_stride` of these apart. At most
+    // rows nor on where depth is cut. `weights` point into a panel, at an even depth or the start of a group. `rows`
+    // are fp32, or words of 32 bits as round_row or quantise_row made them, `row_stride` of these apart. At most
     // max_block_rows rows.
     void (*accumulate)(WeightType, const void* rows, std::size_t row_stride, std::int32_t num_rows,
                        const void* weights, std::int32_t depth, bool start, float* sums);

@@ -248,8 +248,8 @@ void bind_linear(nb::module_& m) {
     nb::class_<Linear>(m, "PackedLinear", "One weight matrix, packed for products with few or many rows.")
         .def(nb::init<const Matrix&, const std::optional<Vector>&, const std::string&, const std::string&, const std::string&>(),
              "weights"_a, "bias"_a.none(), "dtype"_a, "activation"_a, "instruction_set"_a,
-             "Copies weights [out, in], rounded to `dtype`: fp32, fp16, bf16, int8 or int4. `activation` is what a product is made to\n"
-             "be: none, relu, silu_gated or gelu_tanh_gated, with the gates in the first half of the rows.")
+             "Copies weights [out, in], rounded to `dtype`: fp32, fp16, bf16, int8 or int4. `activation` is what a\n"
+             "product is made to be: none, relu, silu_gated or gelu_tanh_gated, with the gates in the first half of the rows.")
         .def_prop_ro("num_bytes", [](const Linear& self) { return self.matrix.num_bytes(); }, "Bytes held.")
         .def("multiply", &multiply, "rows"_a, "residual"_a.none(), "out"_a, "threads"_a,
              "out [n, num_outputs] = rows [n, in] . weights^T + bias + residual [n, num_outputs].");

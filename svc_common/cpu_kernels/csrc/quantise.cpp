@@ -122,8 +122,8 @@ ScaleAndMinimum quantise_int4(const float* weights, std::uint8_t* integers) {
     }
     Grid best;
     round_to_grid(weights, range / 15.0f, *least, best);
-    // Weights of a file with 4 bits lie on a grid already: from -8 to 7 times a scale of either sign, or another whose ends
-    // may be empty.
+    // Weights of a file with 4 bits lie on a grid already: from -8 to 7 times a scale of either sign, or another whose
+    // ends may be empty.
     const float end = -*least > *most ? *least : *most;
     if (best.error > 0.0f) keep_better(weights, end / -8.0f, end, best);
     for (float steps = 14.0f; steps >= 8.0f && best.error > 0.0f; --steps)

@@ -17,7 +17,7 @@ struct ScaleAndMinimum {
 
 // integers [group_depth] from 0 to 15 of `weights` [group_depth]; weights are integer * scale + minimum, both fp16
 // numbers: of those tried, the ones with the least sum of squared errors. What GGUF has
-// in Q4_0 or Q4_1 stays as it is. Where a weight is not finite, or it or the range beyond what fp16 holds, these are NaN.
+// in Q4_0 or Q4_1 stays as it is. Where a weight is not finite, or it or the range is beyond fp16, these are NaN.
 ScaleAndMinimum quantise_int4(const float* weights, std::uint8_t* integers);
 
 }  // namespace neoflex
