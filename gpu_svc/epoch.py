@@ -12,9 +12,10 @@ from gpu_svc.cohort import CohortSteps
 from gpu_svc.host_tier import HostTier
 from gpu_svc.kv_cache import GpuKvCache
 from gpu_svc.kv_layout import KvBlocks
-from gpu_svc.kv_swap import copy_blocks
+from gpu_svc.kv_swap import cross
 from gpu_svc.limits import InvalidPlanError, Limits
-from gpu_svc.pipeline import Stage, outputs, run_beside_cohort, run_layers
+from gpu_svc.link import Link
+from gpu_svc.pipeline import Stage, beside_cohort, outputs, run_beside_cohort, run_layers
 from gpu_svc.profiler import Profiler
 from gpu_svc.recorder import NullRecorder
 from gpu_svc.sampling import sample
@@ -43,13 +44,16 @@ class CohortPart:
 class Epoch:
     """Sequences and caches from one OpenEpoch to the next. Not usable after `run` has raised."""
 
-    def __init__(self, number: int, limits: Limits, decoder: Decoder, cache: GpuKvCache, host: HostTier | None) -> None:
+    def __init__(
+        self, number: int, limits: Limits, decoder: Decoder, cache: GpuKvCache, host: HostTier | None, link: Link
+    ) -> None:
         self.number = number
         self.last_iteration = 0
         self.cache = cache
         self.host = host
         self._limits = limits
         self._decoder = decoder
+        self._link = link
         shape = cache.shape
         num_host_blocks = host.num_blocks if host else 0
         self.table = SequenceTable(
@@ -64,7 +68,7 @@ class Epoch:
 
     def profiler(self) -> Profiler:
         """Measures on this epoch's caches; before the first plan only, as it writes into blocks."""
-        return Profiler(self._limits, self._decoder, self.cache, self.host, self._backend)
+        return Profiler(self._limits, self._decoder, self.cache, self.host, self._backend, self._link)
 
     def run(self, plan: IterationPlan, recorder: NullRecorder) -> IterationResult:
         """Raises InvalidPlanError before anything is computed, PlaneError when the host tier is lost.
@@ -90,8 +94,10 @@ class Epoch:
         ]
         part = self._part(plan.cohort) if plan.cohort else None
         waited_before_ns = self.host.wait_ns if self.host else 0
+        weights_before = self._decoder.traffic
         stages, cpu_attention_ns = self._run_layers(batches, part, plan.host_blocks_used, recorder)
         cpu_wait_ns = self.host.wait_ns - waited_before_ns if self.host else 0
+        weights = self._decoder.traffic
         for sub_batch in plan.sub_batches:
             self.table.advance(sub_batch)
         tokens, logprobs, head_ns = self._sample(stages)
@@ -105,7 +111,12 @@ class Epoch:
             tokens=tokens,
             logprobs=logprobs,
             timings=Timings(
-                cpu_wait_ns=cpu_wait_ns, cpu_attention_ns=cpu_attention_ns, swap_ns=swap_ns, head_ns=head_ns
+                cpu_wait_ns=cpu_wait_ns,
+                cpu_attention_ns=cpu_attention_ns,
+                swap_ns=swap_ns,
+                head_ns=head_ns,
+                weight_wait_ns=weights.wait_ns - weights_before.wait_ns,
+                weight_bytes=weights.num_bytes - weights_before.num_bytes,
             ),
             swapped_out_bytes=len(moves.to_host) * block_bytes
             + sum(batch.host_chunk_tokens for batch in done) * token_bytes,
@@ -118,9 +129,9 @@ class Epoch:
         """All moves to the host, then all to the GPU, which may reuse the blocks. Nanoseconds."""
         start_ns = time.perf_counter_ns()
         if self.host is not None:
-            gpu, host, head_dim = KvBlocks(self.cache.blocks), self.host.blocks, self.cache.shape.head_dim
-            copy_blocks(gpu, host, moves.to_host, head_dim)
-            copy_blocks(host, gpu, moves.to_gpu, head_dim)
+            cross(
+                self._link, KvBlocks(self.cache.blocks), self.host.blocks, moves.to_host, moves.to_gpu, self.cache.shape
+            )
         return time.perf_counter_ns() - start_ns
 
     def _part(self, step: CohortStep) -> CohortPart:
@@ -148,6 +159,7 @@ class Epoch:
         num_layers = self._decoder.spec.num_layers
         if part:
             cohort = recorder.stage(part.batch, self._decoder, self.cache, self.host, part.hidden)
+            self._decoder.begin(beside_cohort(part.layers, num_layers) if first else part.layers)
             recorder.mark(TraceKind.BOOKKEEPING)
             run_beside_cohort(first, cohort, part.layers, num_layers)
             self._resting = cohort.batch, cohort.hidden
@@ -155,6 +167,7 @@ class Epoch:
                 self._resting = None
                 stages.append(cohort)
         else:
+            self._decoder.begin(range(num_layers) if first else ())
             recorder.mark(TraceKind.BOOKKEEPING)
             if first:
                 run_layers(first, second, num_layers)

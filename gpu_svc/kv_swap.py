@@ -1,12 +1,16 @@
 """Copies blocks between the tiers, from one type to the other where these differ."""
 
+import time
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from gpu_svc.kv_cache import KvShape
 from gpu_svc.kv_layout import KvBlocks, by_token, to_blocks
 from gpu_svc.limits import Int32Array
+from gpu_svc.link import Link
 from svc_common import cpu_kernels
 from svc_common.decoder.threads import cpu_threads
 
@@ -24,6 +28,14 @@ class BlockMoves:
 
     def __len__(self) -> int:
         return len(self.source)
+
+
+def cross(link: Link, gpu: KvBlocks, host: KvBlocks, to_host: BlockMoves, to_gpu: BlockMoves, shape: KvShape) -> None:
+    """All moves to the host, then all to the GPU, which may reuse the blocks. What travels is in the host's type."""
+    for lane, source, target, moves in ((link.to_host, gpu, host, to_host), (link.to_device, host, gpu, to_gpu)):
+        if len(moves):
+            copy = partial(copy_blocks, source, target, moves, shape.head_dim)
+            lane.pace(len(moves) * shape.host_block_bytes, time.perf_counter(), copy)
 
 
 def copy_blocks(source: KvBlocks, target: KvBlocks, moves: BlockMoves, head_dim: int) -> None:

@@ -19,6 +19,8 @@ batch's, from layer i = j L/m on:
     pre, attend, post [i] ... [i + L/m - 1]          attend c [j]
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -59,10 +61,15 @@ class Stage:
 
     def pre_attention(self, layer: int) -> None:
         """Computes q, k and v, and stores k and v of tokens whose sequence is on the GPU."""
+        self._await_weights(layer)
         batch = self.batch
         self._decoder.pre_attention(layer, self.hidden, self._workspace)
         if self._has_gpu_kv:
             self._cache.write(layer, batch.gpu_kv_places, self._kv[batch.gpu_kv_tokens])
+
+    def _await_weights(self, layer: int) -> bool:
+        """Whether they had to come."""
+        return self._decoder.await_layer(layer)
 
     def submit(self) -> None:
         """Hands the CPU its decodes; it stores their k and v itself."""
@@ -126,11 +133,22 @@ def run_beside_cohort(stage: Stage | None, cohort: Stage, cohort_layers: range, 
         cohort.pre_attention(cohort_layer)
         cohort.submit()
         if stage is not None:
-            start, stop = (num * num_layers // len(cohort_layers) for num in (turn, turn + 1))
-            for layer in range(start, stop):
+            for layer in range(*_turn(turn, len(cohort_layers), num_layers)):
                 _run_layer(stage, layer)
         cohort.wait()
         cohort.post_attention(cohort_layer)
+
+
+def beside_cohort(cohort_layers: range, num_layers: int) -> Iterator[int]:
+    """Layers of a sub-batch and a cohort together, in the order in which `run_beside_cohort` first needs them."""
+    for turn, cohort_layer in enumerate(cohort_layers):
+        yield cohort_layer
+        yield from range(*_turn(turn, len(cohort_layers), num_layers))
+
+
+def _turn(turn: int, num_turns: int, num_layers: int) -> tuple[int, int]:
+    """Of the sub-batch's layers the first beside a cohort's layer, and the first after it."""
+    return turn * num_layers // num_turns, (turn + 1) * num_layers // num_turns
 
 
 def _run_layer(stage: Stage, layer: int) -> None:

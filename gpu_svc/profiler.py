@@ -20,8 +20,9 @@ from gpu_svc.batch import BatchBuilder
 from gpu_svc.host_tier import CpuWork, HostTier
 from gpu_svc.kv_cache import GpuKvCache, KvPlaces
 from gpu_svc.kv_layout import KvBlocks
-from gpu_svc.kv_swap import BlockMoves, copy_blocks
+from gpu_svc.kv_swap import BlockMoves, cross
 from gpu_svc.limits import Int32Array, Limits
+from gpu_svc.link import Link
 from gpu_svc.measured import CpuTrip, lesser, points, steps
 from gpu_svc.pipeline import Stage, outputs, run_layers
 from gpu_svc.sampling import SamplingRows, sample
@@ -34,6 +35,9 @@ from svc_common.plan import IterationPlan, Mode, NewSequence, Sampling, SubBatch
 
 _CPU_RUNS = 3
 _SWAP_BYTES = 16 * 2**20
+_LINK_BYTES = 64 * 2**20
+_LINK_S = 0.05
+"""Of crossing an emulated link, at most."""
 _ITERATION_SEQUENCES = 4  # A point of all tables, as is 1.
 
 
@@ -46,6 +50,7 @@ class Profiler:
     cache: GpuKvCache
     host: HostTier | None
     backend: AttentionBackend
+    link: Link
 
     @property
     def _watch(self) -> Stopwatch:
@@ -90,6 +95,7 @@ class Profiler:
             swap_bytes_per_s=self._swap_bytes_per_s(),
             iteration_s=self._iteration_s(linear, decode, head),
             cpu_copy=points(copies),
+            link_bytes_per_s=self._link_bytes_per_s(),
             cpu_signal_s=statistics.median(trip.signal_s for trip in trips) if trips else 0.0,
         )
 
@@ -220,13 +226,17 @@ class Profiler:
         num_blocks = min(self.cache.num_blocks, self.host.num_blocks, max(1, _SWAP_BYTES // block_bytes))
         blocks = np.arange(num_blocks, dtype=np.int32)
         moves = BlockMoves(blocks, blocks, np.full(num_blocks, shape.block_tokens, np.int32))
-        gpu, host = KvBlocks(self.cache.blocks), self.host.blocks
-
-        def there_and_back() -> None:
-            copy_blocks(gpu, host, moves, shape.head_dim)
-            copy_blocks(host, gpu, moves, shape.head_dim)
-
+        there_and_back = partial(cross, self.link, KvBlocks(self.cache.blocks), self.host.blocks, moves, moves, shape)
         return 2 * num_blocks * block_bytes / self._watch.least_s(there_and_back)
+
+    def _link_bytes_per_s(self) -> float:
+        """As weights cross it."""
+        lane, device = self.link.to_device, self.decoder.device
+        num_bytes = min(_LINK_BYTES, round(lane.bytes_per_s * _LINK_S) or _LINK_BYTES)
+        source = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        target = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        cross_once = partial(lane.carry, num_bytes, lambda piece: target[piece].copy_(source[piece]))
+        return num_bytes / self._watch.least_s(cross_once)
 
     def _iteration_s(
         self,

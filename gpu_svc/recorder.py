@@ -15,11 +15,12 @@ from gpu_svc.batch import Batch
 from gpu_svc.host_tier import HostTier
 from gpu_svc.kv_cache import GpuKvCache
 from gpu_svc.pipeline import Stage
+from gpu_svc.weight_stream import Copied
 from svc_common.decoder.decoder import Decoder
 from svc_common.plan import IterationPlan
 from svc_common.trace import IterationTrace, TracedSubBatch, TraceEvents, TraceKind
 
-_MAX_EVENTS_PER_LAYER = 2 * 6  # Two sub-batches, or one and a cohort; six kinds.
+_MAX_EVENTS_PER_LAYER = 2 * 7  # Two sub-batches, or one and a cohort; seven kinds.
 _MAX_EVENTS_BESIDE = 16
 
 
@@ -88,8 +89,8 @@ class Recorder(NullRecorder):
     def take_cpu_times(self, times_ns: Sequence[int]) -> None:
         self._cpu_times_ns = times_ns
 
-    def trace(self, plan: IterationPlan, end_ns: int) -> IterationTrace:
-        """What was noted since `begin`."""
+    def trace(self, plan: IterationPlan, end_ns: int, copied: Sequence[Copied] = ()) -> IterationTrace:
+        """What was noted since `begin`; `copied` are layers that came meanwhile."""
         num, start_ns = self._num_events, self._start_ns
         offsets = np.concatenate([[0], np.frombuffer(self._ends_ns, np.int64, num) - start_ns])
         return IterationTrace(
@@ -107,6 +108,18 @@ class Recorder(NullRecorder):
                 tuple(np.diff(offsets).tolist()),
             ),
             cpu=self._cpu_events(),
+            link=self._link_events(copied, end_ns),
+        )
+
+    def _link_events(self, copied: Sequence[Copied], end_ns: int) -> TraceEvents:
+        """Of one that began before the iteration, the part in it; likewise at its end."""
+        inside = [(max(one.start_ns, self._start_ns), min(one.end_ns, end_ns)) for one in copied]
+        return TraceEvents(
+            (TraceKind.WEIGHT_COPY,) * len(copied),
+            tuple(one.layer for one in copied),
+            (-1,) * len(copied),
+            tuple(start_ns - self._start_ns for start_ns, _ in inside),
+            tuple(stop_ns - start_ns for start_ns, stop_ns in inside),
         )
 
     def _cpu_events(self) -> TraceEvents:
@@ -143,9 +156,15 @@ class _RecordedStage(Stage):
     def _mark(self, kind: TraceKind) -> None:
         self._recorder.mark(kind, self._layer, self._index)
 
+    def _await_weights(self, layer: int) -> bool:
+        self._layer = layer
+        streamed = super()._await_weights(layer)
+        if streamed:
+            self._mark(TraceKind.WEIGHT_WAIT)
+        return streamed
+
     def pre_attention(self, layer: int) -> None:
         super().pre_attention(layer)
-        self._layer = layer
         self._mark(TraceKind.PRE_ATTENTION)
 
     def submit(self) -> None:

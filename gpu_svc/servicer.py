@@ -11,15 +11,17 @@ from typing import Any, TypeVar
 import grpc
 
 from gpu_svc.cpu_attention_client import CpuAttentionUnavailableError, attach_host_tier, region_shape
+from gpu_svc.device_memory import DoesNotFitError
 from gpu_svc.executor import Executor
 from gpu_svc.host_tier import HostTier
 from gpu_svc.limits import InvalidPlanError, Limits
-from gpu_svc.wire import plan_from_pb, result_to_pb, status_to_pb, tables_to_pb
+from gpu_svc.wire import memory_to_pb, plan_from_pb, policy_from_pb, result_to_pb, status_to_pb, tables_to_pb
 from neoflex.v1 import executor_pb2 as pb
 from neoflex.v1 import executor_pb2_grpc
 from svc_common.decoder.dtypes import dtype_name
 from svc_common.errors import FieldViolation, failed_precondition, invalid_arguments
 from svc_common.plan import ExecutionError, IterationResult
+from svc_common.policy import ExecutionPolicy
 from svc_common.tensor_plane import PlaneError
 
 # One runs and one waits; a planner that sends more is held back by the stream.
@@ -42,32 +44,48 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
 
     async def OpenEpoch(self, request: pb.OpenEpochRequest, context: Context) -> pb.OpenEpochResponse:
         _check_open_epoch(request)
+        policy = self._policy(request)
         async with self._opening:
             if request.epoch <= self._executor.last_epoch:
                 raise failed_precondition(
                     "EPOCH_NOT_NEWER", f"epoch {request.epoch} does not follow {self._executor.last_epoch}"
                 )
             try:
-                return await self._open_epoch(request)
+                return await self._open_epoch(request, policy)
+            except DoesNotFitError as error:
+                raise failed_precondition("POLICY_DOES_NOT_FIT", str(error)) from error
             except Exception as error:  # No memory left, say, or weights that are no numbers: the planner is to say it.
                 logger.exception("epoch %d cannot be opened", request.epoch)
                 await self._in_thread(self._executor.close_epoch)
                 raise failed_precondition("EPOCH_FAILED", f"{type(error).__name__}: {error}") from error
 
-    async def _open_epoch(self, request: pb.OpenEpochRequest) -> pb.OpenEpochResponse:
+    def _policy(self, request: pb.OpenEpochRequest) -> ExecutionPolicy | None:
+        if not request.HasField("policy"):
+            return None
+        policy = policy_from_pb(request.policy)
+        try:
+            policy.check(self._executor.decoder.spec.num_layers)
+        except ValueError as error:
+            raise invalid_arguments((FieldViolation("policy", str(error)),)) from error
+        if policy.prefill_cpu_layers or policy.decode_cpu_layers:
+            text = "prefill_cpu_layers and decode_cpu_layers must be 0: the CPU computes no layers here"
+            raise invalid_arguments((FieldViolation("policy", text),))
+        return policy
+
+    async def _open_epoch(self, request: pb.OpenEpochRequest, policy: ExecutionPolicy | None) -> pb.OpenEpochResponse:
         executor = self._executor
         # The old pool is unmapped before a new one is made.
         await self._in_thread(executor.close_epoch)
         limits = Limits(request.max_sequences, request.max_batch_tokens, request.max_sequence_tokens)
         host, cpu_attention_error = await self._attach(request.epoch, limits)
-        await self._in_thread(lambda: executor.open_epoch(request.epoch, limits, host))
+        await self._in_thread(lambda: executor.open_epoch(request.epoch, limits, host, policy))
         tables = None
         if request.profile:
             try:
                 tables = await self._in_thread(executor.profile)
             except PlaneError as error:
                 host, cpu_attention_error = None, f"lost while it was measured: {error}"
-                await self._in_thread(lambda: executor.open_epoch(request.epoch, limits, None))
+                await self._in_thread(lambda: executor.open_epoch(request.epoch, limits, None, policy))
                 tables = await self._in_thread(executor.profile)
         shape = executor.kv_shape
         response = pb.OpenEpochResponse(
@@ -82,6 +100,10 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             tables=tables_to_pb(tables) if tables else None,
             host_kv_dtype=dtype_name(shape.host_dtype),
             host_block_bytes=shape.host_block_bytes,
+            memory=self._memory(),
+            resident_layers=executor.resident_layers,
+            streamed_layers=len(executor.streamed_layers),
+            streamed_bytes=executor.streamed_bytes,
         )
         logger.info(
             "epoch %d: %d GPU blocks of %d bytes, %d host blocks of %d bytes%s",
@@ -137,7 +159,11 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
     async def GetExecutorStatus(
         self, request: pb.GetExecutorStatusRequest, context: Context
     ) -> pb.GetExecutorStatusResponse:
-        return status_to_pb(self._executor.status(), os.getpid())
+        return status_to_pb(self._executor.status(), self._memory(), os.getpid())
+
+    def _memory(self) -> pb.DeviceMemory | None:
+        memory = self._executor.memory
+        return memory_to_pb(memory, self._executor.link_bytes_per_s) if memory else None
 
     def _in_thread(self, work: Callable[[], T]) -> "asyncio.Future[T]":
         return asyncio.get_running_loop().run_in_executor(self._thread, work)

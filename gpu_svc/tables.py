@@ -22,3 +22,4 @@ class Tables:
     cpu_copy: tuple[tuple[int, float], ...] = ()
     """(num_sequences, one layer)"""
     cpu_signal_s: float = 0.0
+    link_bytes_per_s: float = 0.0

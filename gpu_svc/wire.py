@@ -5,6 +5,7 @@ from typing import Any
 
 from google.protobuf import json_format
 
+from gpu_svc.device_memory import DeviceMemory
 from gpu_svc.executor import Status
 from gpu_svc.limits import InvalidPlanError
 from gpu_svc.tables import Tables
@@ -23,6 +24,7 @@ from svc_common.plan import (
     Swap,
     Tier,
 )
+from svc_common.policy import ExecutionPolicy
 from svc_common.trace_wire import trace_to_message
 
 _MODES = {
@@ -120,6 +122,8 @@ def result_to_pb(result: IterationResult) -> pb.IterationResult:
             swap_ns=timings.swap_ns,
             head_ns=timings.head_ns,
             idle_ns=timings.idle_ns,
+            weight_wait_ns=timings.weight_wait_ns,
+            weight_bytes=timings.weight_bytes,
         ),
         swapped_out_bytes=result.swapped_out_bytes,
         swapped_in_bytes=result.swapped_in_bytes,
@@ -142,6 +146,7 @@ def tables_to_pb(tables: Tables) -> pb.OperationTables:
         iteration_s=tables.iteration_s,
         cpu_copy=[pb.LinearPoint(num_tokens=n, seconds=s) for n, s in tables.cpu_copy],
         cpu_signal_s=tables.cpu_signal_s,
+        link_bytes_per_s=tables.link_bytes_per_s,
     )
 
 
@@ -166,9 +171,10 @@ def tables_from_json(document: dict[str, Any]) -> Tables:
         iteration_s=message.iteration_s,
         cpu_copy=tuple((p.num_tokens, p.seconds) for p in message.cpu_copy),
         cpu_signal_s=message.cpu_signal_s,
+        link_bytes_per_s=message.link_bytes_per_s,
     )
     points = (tables.linear, tables.prefill, tables.gpu_decode, tables.cpu_decode, tables.head, tables.cpu_copy)
-    values = (tables.swap_bytes_per_s, tables.iteration_s, tables.cpu_signal_s)
+    values = (tables.swap_bytes_per_s, tables.iteration_s, tables.cpu_signal_s, tables.link_bytes_per_s)
     if not all(
         math.isfinite(v) and v >= 0 for v in (*values, *(v for table in points for point in table for v in point))
     ):
@@ -184,7 +190,21 @@ def _decode_point(num_sequences: int, context_tokens: int, seconds: float) -> pb
     return pb.DecodePoint(num_sequences=num_sequences, context_tokens=context_tokens, seconds=seconds)
 
 
-def status_to_pb(status: Status, pid: int) -> pb.GetExecutorStatusResponse:
+def policy_from_pb(policy: pb.ExecutionPolicy) -> ExecutionPolicy:
+    return ExecutionPolicy(policy.resident_layers, policy.prefill_cpu_layers, policy.decode_cpu_layers)
+
+
+def memory_to_pb(memory: DeviceMemory, link_bytes_per_s: float) -> pb.DeviceMemory:
+    return pb.DeviceMemory(
+        memory_bytes=memory.memory_bytes,
+        weights_bytes=sum(memory.layer_bytes),
+        layer_bytes=max(memory.layer_bytes),
+        other_bytes=memory.other_bytes,
+        link_bytes_per_s=link_bytes_per_s,
+    )
+
+
+def status_to_pb(status: Status, memory: pb.DeviceMemory | None, pid: int) -> pb.GetExecutorStatusResponse:
     return pb.GetExecutorStatusResponse(
         epoch=status.epoch,
         last_iteration=status.last_iteration,
@@ -195,4 +215,7 @@ def status_to_pb(status: Status, pid: int) -> pb.GetExecutorStatusResponse:
         gpu_kv_bytes=status.gpu_kv_bytes,
         cpu_attention_attached=status.cpu_attention_attached,
         pid=pid,
+        memory=memory,
+        resident_layers=status.resident_layers,
+        streamed_bytes=status.streamed_bytes,
     )

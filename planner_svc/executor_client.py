@@ -59,6 +59,12 @@ class Placement:
     """0 where no CPU attention service is attached."""
     cpu_attention_error: str
     cpu_attention_threads: int
+    resident_layers: int = 0
+    """Whose weights stay on the device."""
+    streamed_layers: int = 0
+    """Whose weights cross the link in each iteration."""
+    streamed_bytes: int = 0
+    """Of weights, in each iteration."""
     cpu_attention_limits: tuple[int, int] | None = None
     """Fewest and most threads that the planner sets; None where it leaves their number alone."""
 
@@ -106,6 +112,9 @@ class ExecutorClient:
             host_blocks=opened.host_blocks,
             cpu_attention_error=opened.cpu_attention_error,
             cpu_attention_threads=opened.cpu_attention_threads,
+            resident_layers=opened.resident_layers,
+            streamed_layers=opened.streamed_layers,
+            streamed_bytes=opened.streamed_bytes,
         )
         return placement, wire.tables_from_message(opened.tables) if opened.HasField("tables") else None
 

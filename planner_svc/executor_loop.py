@@ -130,6 +130,7 @@ class ExecutorLoop:
             self._cores.measured(self._estimator, placement.cpu_attention_threads)
         if self._estimator is None:
             raise ExecutorLostError("the executor measured no tables")
+        self._estimator.stream(placement.streamed_layers, placement.streamed_bytes)
         self._capacity = Capacity(
             gpu_blocks=placement.gpu_blocks,
             host_blocks=placement.host_blocks,
@@ -142,7 +143,7 @@ class ExecutorLoop:
         self.placement = placement
         logger.info(
             "epoch %d: %s, %s, KV %s, on the host %s, %d GPU blocks, %d host blocks of %d tokens, "
-            "%d CPU attention threads%s",
+            "%d CPU attention threads%s%s",
             self._epoch,
             placement.device,
             placement.compute_dtype,
@@ -153,6 +154,7 @@ class ExecutorLoop:
             self._block_tokens,
             placement.cpu_attention_threads,
             f"; {placement.cpu_attention_error}" if placement.cpu_attention_error else "",
+            f"; {placement.streamed_layers} layers are streamed" if placement.streamed_layers else "",
         )
         self._cores.begin_epoch()
         self._engine.open(self._capacity, self._estimator, self._epoch)

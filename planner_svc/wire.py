@@ -108,6 +108,8 @@ def result_from_message(message: pb.IterationResult) -> IterationResult:
             swap_ns=timings.swap_ns,
             head_ns=timings.head_ns,
             idle_ns=timings.idle_ns,
+            weight_wait_ns=timings.weight_wait_ns,
+            weight_bytes=timings.weight_bytes,
         ),
         swapped_out_bytes=message.swapped_out_bytes,
         swapped_in_bytes=message.swapped_in_bytes,
@@ -138,6 +140,7 @@ def tables_from_message(message: pb.OperationTables) -> OperationTables:
         iteration_s=message.iteration_s,
         cpu_copy=_linear_points(message.cpu_copy),
         cpu_signal_s=message.cpu_signal_s,
+        link_bytes_per_s=message.link_bytes_per_s,
     )
 
 

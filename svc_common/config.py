@@ -160,6 +160,12 @@ class GpuConfig(Section):
     alone, on device "cpu" only: less memory, faster decodes, and other tokens; see docs/performance.md."""
     kv_bytes: Size = ByteSize(512 * 2**20)
     """Cap of the GPU KV cache. 0 keeps all KV on the host."""
+    memory_bytes: Size | None = None
+    """Cap of weights, buffers for weights and KV on the device together; default: what the device has. Layers that do
+    not fit beside `kv_bytes` stay in host memory and are streamed to the device in each iteration."""
+    link_bytes_per_s: Size = ByteSize(0)
+    """On device "cpu": bandwidth of the emulated link, each way, that streamed weights and swapped KV cross; 0: as fast
+    as copies go."""
     num_threads: Annotated[int, Field(ge=0)] = 0
     """Threads of torch on the CPU device; 0: the cores this process may use, less those of cpu_attn_svc."""
     profile: Literal["auto", "always"] = "auto"

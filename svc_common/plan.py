@@ -141,6 +141,8 @@ class Timings:
     swap_ns: int = 0
     head_ns: int = 0
     idle_ns: int = 0
+    weight_wait_ns: int = 0
+    weight_bytes: int = 0
 
 
 class ExecutionError(Enum):

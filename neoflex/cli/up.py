@@ -44,6 +44,7 @@ _TYPED = {
     ("gpu", "device"): "--device",
     ("gpu", "dtype"): "--dtype",
     ("gpu", "kv_bytes"): "--gpu-kv-bytes",
+    ("gpu", "memory_bytes"): "--gpu-memory-bytes",
     ("gpu", "num_threads"): "--gpu-threads",
     ("cpu_attn", "kv_bytes"): "--host-kv-bytes",
     ("cpu_attn", "num_threads"): "--cpu-threads",
@@ -78,6 +79,9 @@ _PORT = typer.Option(
     show_default=_default(PlannerConfig, "listen").rpartition(":")[2],
 )
 _SEQUENCE = typer.Option(help="Tokens of prompt and answer at most.", show_default="the model's context length")
+_MEMORY = typer.Option(
+    help="Cap of weights and KV on the GPU; layers that do not fit are streamed.", show_default="what the GPU has"
+)
 _DTYPES = "auto, fp32, bf16, fp16"
 
 
@@ -88,6 +92,7 @@ def up(
         str | None, _setting(PlannerConfig, "mode", "auto, gpu_only, asymmetric, same_layer or decoupled.")
     ] = None,
     gpu_kv_bytes: Annotated[str | None, _setting(GpuConfig, "kv_bytes", "GPU KV cache, as 64MiB; 0: none.")] = None,
+    gpu_memory_bytes: Annotated[str | None, _MEMORY] = None,
     host_kv_bytes: Annotated[
         str | None, _setting(CpuAttnConfig, "kv_bytes", "Host KV pool; 0 runs without cpu_attn_svc.")
     ] = None,
@@ -130,6 +135,7 @@ def up(
         ("gpu", "device"): device,
         ("gpu", "dtype"): dtype,
         ("gpu", "kv_bytes"): gpu_kv_bytes,
+        ("gpu", "memory_bytes"): gpu_memory_bytes,
         ("gpu", "num_threads"): gpu_threads,
         ("cpu_attn", "kv_bytes"): host_kv_bytes,
         ("cpu_attn", "num_threads"): cpu_threads,

@@ -10,6 +10,9 @@ from planner_svc.estimator.tables import DecodePoint, LinearPoint, OperationTabl
 from planner_svc.estimator.terms import Factors, Terms
 from planner_svc.estimator.timeline import Timeline
 
+_LAYERS_AHEAD = 2
+"""Streamed layers that may be on the device before they are needed."""
+
 
 class _Layers(NamedTuple):
     """Seconds of all layers of an iteration."""
@@ -41,16 +44,24 @@ class TableEstimator:
         self._cpu_signal_s = tables.cpu_signal_s
         self._head = _curve(tables.head)
         self._s_per_swap_byte = 1 / tables.swap_bytes_per_s if tables.swap_bytes_per_s > 0 else 0.0
+        self._s_per_weight_byte = 1 / tables.link_bytes_per_s if tables.link_bytes_per_s > 0 else 0.0
+        self._streamed_layers = 0
+        self._stream_s = 0.0  # of all streamed layers over the link
         self._overhead_s = max(0.0, tables.iteration_s)
         self._factors = Factors()
         self._base = self
-        """What calibrated copies share `cpu_scale` with."""
+        """What calibrated copies share `cpu_scale`, and what is streamed, with."""
 
     def calibrated(self, factors: Factors) -> Self:
         """A copy that reads `factors`."""
         other = copy.copy(self)
         other._factors = factors
         return other
+
+    def stream(self, num_layers: int, num_bytes: int) -> None:
+        """From now on the weights of so many layers, so many bytes together, cross the link in each iteration."""
+        self._base._streamed_layers = num_layers
+        self._base._stream_s = num_bytes * self._s_per_weight_byte
 
     def linear_s(self, num_tokens: int) -> float:
         """Of one layer."""
@@ -106,13 +117,33 @@ class TableEstimator:
     ) -> float:
         """Layers, head, swaps, which the executor makes before the layers, and a constant."""
         layers = self._layers(first, second, cohort)
-        return (
-            layers.gpu_s
-            + layers.cpu_wait_s
-            + self.head_s(first.num_outputs + second.num_outputs + cohort.num_outputs)
+        beside_s = (
+            self.head_s(first.num_outputs + second.num_outputs + cohort.num_outputs)
             + self.swap_s(swap_out_bytes + swap_in_bytes)
             + self._factors.overhead * self._overhead_s
         )
+        layers_s = layers.gpu_s + layers.cpu_wait_s
+        return layers_s + beside_s + self._weight_wait_s(layers_s, beside_s, first.num_tokens > 0, cohort)
+
+    def _weight_wait_s(self, layers_s: float, beside_s: float, has_batch: bool, cohort: CohortLoad) -> float:
+        """What streaming takes longer than the work that hides it.
+
+        A streamed layer takes the longer of its computation and its way over the link. While layers that stay on the
+        device are computed, and beside the layers, the next two come (gpu_svc/weight_stream.py). A cohort beside a
+        batch keeps one of the two buffers, so that nothing hides behind the other.
+        """
+        stream_s, num_layers = self._base._stream_s, self._base._streamed_layers
+        if not stream_s or not (has_batch or cohort.num_layers):
+            return 0.0
+        if cohort.num_layers:
+            of_cohort_s = stream_s * cohort.num_layers / self.num_layers
+            if has_batch:
+                return stream_s + of_cohort_s
+            hidden_s = layers_s * num_layers / self.num_layers
+            return max(0.0, of_cohort_s - hidden_s)
+        streamed_s = layers_s * num_layers / self.num_layers
+        ahead_s = min(_LAYERS_AHEAD * stream_s / num_layers, layers_s - streamed_s + beside_s)
+        return max(0.0, stream_s - streamed_s - ahead_s)
 
     def _layers(self, first: SubBatchLoad, second: SubBatchLoad, cohort: CohortLoad) -> _Layers:
         """One batch: its linear operations, then the GPU's attention beside the CPU's.
@@ -183,17 +214,21 @@ class TableEstimator:
             copy_s += num_layers * self._cpu_copy_s(num_cpu)
             cpu_s += num_layers * self._cpu_attention_s(num_cpu, cpu_context)
         prefill_s = sum(self.prefill_s(*chunk) for load in (first, second) for chunk in load.prefill_chunks)
+        head_s = self.head_s(first.num_outputs + second.num_outputs + cohort.num_outputs)
+        swap_s, overhead_s = self.swap_s(swap_out_bytes + swap_in_bytes), self._factors.overhead * self._overhead_s
+        beside_s = head_s + swap_s + overhead_s
         return Terms(
             weights_s=weights_s,
             tokens_s=tokens_s,
             prefill_s=self.num_layers * prefill_s,
             gpu_decode_s=self.num_layers * self.gpu_decode_s(first.num_gpu_decodes, first.gpu_context_tokens),
-            overhead_s=copy_s + self._factors.overhead * self._overhead_s,
+            overhead_s=copy_s + overhead_s,
             overlap_s=layers.overlap_s,
             cpu_wait_s=layers.cpu_wait_s,
             cpu_decode_s=cpu_s,
-            head_s=self.head_s(first.num_outputs + second.num_outputs + cohort.num_outputs),
-            swap_s=self.swap_s(swap_out_bytes + swap_in_bytes),
+            head_s=head_s,
+            swap_s=swap_s,
+            weight_wait_s=self._weight_wait_s(layers.gpu_s + layers.cpu_wait_s, beside_s, first.num_tokens > 0, cohort),
         )
 
     def timeline(
@@ -211,7 +246,7 @@ class TableEstimator:
             gpu_s=terms.weights_s + terms.tokens_s + terms.prefill_s + terms.gpu_decode_s + terms.head_s,
             cpu_s=terms.cpu_decode_s,
             link_out_s=self.swap_s(swap_out_bytes),
-            link_in_s=self.swap_s(swap_in_bytes),
+            link_in_s=self.swap_s(swap_in_bytes) + self._base._stream_s,
         )
 
 

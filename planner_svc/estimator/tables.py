@@ -46,3 +46,5 @@ class OperationTables:
     """By sequences: what a trip to the CPU and back costs the GPU's side, per layer."""
     cpu_signal_s: float = 0.0
     """Per layer, until each side has noticed the other's doorbell."""
+    link_bytes_per_s: float = 0.0
+    """Of weights from host memory to the device; 0 where it was not measured."""

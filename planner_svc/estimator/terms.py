@@ -42,5 +42,7 @@ class Terms:
     """Attention on the CPU without the way there."""
     head_s: float = 0.0
     swap_s: float = 0.0
+    weight_wait_s: float = 0.0
+    """In which the GPU waits for weights that are streamed."""
     swap_hidden_s: float = 0.0
     """So much of a longer swap goes on beside the layers."""

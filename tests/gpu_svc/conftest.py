@@ -27,6 +27,7 @@ from gpu_svc.limits import Limits
 from svc_common.decoder.decoder import Decoder
 from svc_common.model.spec import ModelSpec
 from svc_common.model.store import ModelFiles, resolve
+from svc_common.policy import ExecutionPolicy
 
 MakeDriver = Callable[..., Driver]
 
@@ -50,10 +51,11 @@ def make_driver() -> Iterator[MakeDriver]:
         limits: Limits = LIMITS,
         kv_dtype: torch.dtype | None = None,
         host_kv_dtype: torch.dtype | None = None,
+        policy: ExecutionPolicy | None = None,
     ) -> Driver:
         shape = KvShape.of(decoder.spec, block_tokens, kv_dtype or decoder.dtype, host_kv_dtype)
         host = cpu_attention.attach(decoder, shape, limits) if cpu_attention else None
-        driver = Driver(Executor(decoder, shape, num_gpu_blocks * shape.block_bytes), host, limits)
+        driver = Driver(Executor(decoder, shape, num_gpu_blocks * shape.block_bytes), host, limits, policy)
         made.append(driver)
         return driver
 

@@ -48,7 +48,7 @@ def test_every_instruction_set_gives_the_same_logits(
     torch_decoder = load_torch_decoder(checkpoint(variant))
     spec, weights = torch_decoder.spec, torch_decoder.weights
     head = None if spec.tie_embeddings else weights.head
-    decoder = CpuDecoder(
+    decoder = CpuDecoder.packed(
         spec,
         torch.float32,
         weights.embedding,

@@ -7,16 +7,24 @@ from typing import Any
 import numpy as np
 import torch
 
+from gpu_svc.cpu_layers import CpuLayers
+from gpu_svc.device_memory import DeviceMemory
 from gpu_svc.executor import Executor
 from gpu_svc.host_tier import HostTier
 from gpu_svc.limits import Limits
+from gpu_svc.link import Link
+from gpu_svc.placed_decoder import PlacedDecoder
+from gpu_svc.torch_layers import TorchLayers
 from svc_common.decoder.checkpoint import open_model
+from svc_common.decoder.cpu_decoder import CpuDecoder
 from svc_common.decoder.decoder import Decoder
+from svc_common.decoder.layer_writer import open_layer_file
+from svc_common.decoder.load import Loader, load_weights
 from svc_common.decoder.load import load_decoder as load
-from svc_common.decoder.load import load_weights
 from svc_common.decoder.torch_decoder import TorchDecoder
 from svc_common.model.store import ModelFiles
 from svc_common.plan import IterationPlan, IterationResult, Mode, NewSequence, PrefillChunk, Sampling, SubBatch, Tier
+from svc_common.policy import ExecutionPolicy
 
 CPU = torch.device("cpu")
 BLOCK_TOKENS = 4
@@ -163,6 +171,30 @@ def load_decoder(files: ModelFiles, dtype: torch.dtype = torch.float32) -> Decod
     return load(checkpoint, spec, dtype, CPU)
 
 
+def load_placed(
+    files: ModelFiles,
+    directory: Path,
+    dtype: torch.dtype = torch.float32,
+    memory_bytes: int = 2**40,
+    link_bytes_per_s: int = 0,
+    torch_layers: bool = False,
+) -> PlacedDecoder:
+    """The same with its layers in a file in `directory`, all on the device by default; KV takes none of the memory.
+
+    `torch_layers`: as on a GPU, on the CPU.
+    """
+    spec, checkpoint = open_model(files)
+    file = open_layer_file(files, spec, checkpoint, dtype, directory)
+    decoder = CpuDecoder(spec, dtype)
+    if torch_layers:
+        on_device = TorchDecoder(spec, Loader(checkpoint, spec, dtype, CPU).weights(with_layers=False))
+        memory = DeviceMemory(memory_bytes, file.layer_bytes, on_device.weight_bytes, 0, num_stagings=1)
+        return PlacedDecoder(TorchLayers(on_device, decoder, lambda: file, Link(link_bytes_per_s)), memory)
+    decoder.bind_vocabulary(file.vocabulary, file.positions())
+    memory = DeviceMemory(memory_bytes, file.layer_bytes, decoder.vocabulary_bytes, 0)
+    return PlacedDecoder(CpuLayers(decoder, lambda: file, Link(link_bytes_per_s)), memory)
+
+
 def load_torch_decoder(files: ModelFiles, dtype: torch.dtype = torch.float32) -> TorchDecoder:
     """The one that runs on a GPU."""
     spec, checkpoint = open_model(files)
@@ -198,13 +230,14 @@ class Driver:
     executor: Executor
     host: HostTier | None = None
     limits: Limits = LIMITS
+    policy: ExecutionPolicy | None = None
     iteration: int = 0
     epoch: int = 1
     tokens: dict[int, list[int]] = field(default_factory=dict)
     results: list[IterationResult] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.executor.open_epoch(self.epoch, self.limits, self.host)
+        self.executor.open_epoch(self.epoch, self.limits, self.host, self.policy)
         self.free = {
             Tier.GPU: list(range(self.executor.num_gpu_blocks)),
             Tier.HOST: list(range(self.host.num_blocks if self.host else 0)),

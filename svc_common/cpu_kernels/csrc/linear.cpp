@@ -16,7 +16,7 @@ namespace {
 
 constexpr std::size_t huge_page_bytes = std::size_t{2} << 20;
 constexpr std::size_t chunk_bytes = std::size_t{64} << 20;
-constexpr std::size_t line_bytes = 64;
+constexpr std::size_t line_bytes = weight_alignment;
 
 // At most this much of a row is multiplied in one go, so that a tile of rows stays in the first-level cache and a
 // panel in the second. Even and of whole units, see linear_kernel.h.
@@ -95,6 +95,11 @@ WeightArena::~WeightArena() {
 
 std::byte* WeightArena::allocate(std::size_t num_bytes) {
     num_bytes = round_up(num_bytes, line_bytes);
+    if (!owns_) {
+        std::byte* part = memory_ == nullptr ? nullptr : memory_ + used_;
+        used_ += num_bytes;
+        return part;
+    }
     if (chunks_.empty() || used_ + num_bytes > chunks_.back().num_bytes) {
         const std::size_t wanted = std::max(round_up(num_bytes, huge_page_bytes), chunk_bytes);
         void* data = mmap(nullptr, wanted, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -108,20 +113,26 @@ std::byte* WeightArena::allocate(std::size_t num_bytes) {
     return result;
 }
 
-PackedMatrix::PackedMatrix(const LinearKernel& kernel, WeightArena& arena, const float* weights, const float* bias,
-                           std::int32_t num_columns, std::int32_t depth, WeightType type, Activation activation)
+PackedMatrix::PackedMatrix(const LinearKernel& kernel, WeightArena& arena, std::int32_t num_columns, std::int32_t depth,
+                           WeightType type, Activation activation, bool has_bias)
     : kernel_(&kernel), num_columns_(num_columns), depth_(depth), type_(type), activation_(activation) {
     const std::int32_t panel_columns = kernel.panel_columns;
     if (gated() && num_columns % 2 != 0) throw std::invalid_argument("a gated matrix has an even number of rows");
     panel_bytes_ = panel_bytes(kernel, type, depth);
     panels_ = arena.allocate(num_panels() * panel_bytes_);
-    if (is_quantised(type)) {
+    if (!has_bias) return;
+    const std::size_t bias_columns = static_cast<std::size_t>(num_panels()) * panel_columns;
+    bias_ = reinterpret_cast<float*>(arena.allocate(bias_columns * sizeof(float)));
+}
+
+void PackedMatrix::fill(const float* weights, const float* bias) {
+    if (is_quantised(type_)) {
         pack_groups(weights);
     } else {
-        with_type(type, [&]<typename W>(W*) { pack<W>(weights); });
+        with_type(type_, [&]<typename W>(W*) { pack<W>(weights); });
     }
-    if (bias == nullptr) return;
-    bias_.resize(static_cast<std::size_t>(num_panels()) * panel_columns);
+    if (bias_ == nullptr) return;
+    const std::int32_t panel_columns = kernel_->panel_columns;
     for (std::int32_t panel = 0; panel < num_panels(); ++panel)
         for (std::int32_t c = 0; c < panel_columns; ++c)
             if (const std::int32_t row = row_of(panel, c); row >= 0) bias_[panel * panel_columns + c] = bias[row];
@@ -264,7 +275,7 @@ void Product::multiply_panel(std::int32_t first_row, std::int32_t end_row, std::
                            weights + matrix_.offset_in_panel(k), std::min(span, matrix_.depth_ - k), k == 0, sums);
     const std::int32_t first = panel * matrix_.panel_outputs();
     const std::int32_t count = std::min(matrix_.panel_outputs(), matrix_.num_outputs() - first);
-    const float* bias = matrix_.bias_.empty() ? nullptr : matrix_.bias_.data() + panel * kernel_.panel_columns;
+    const float* bias = matrix_.bias_ == nullptr ? nullptr : matrix_.bias_ + panel * kernel_.panel_columns;
     const std::size_t stride = matrix_.num_outputs();
     const std::size_t corner = first_row * stride + first;
     if (matrix_.activation_ != Activation::none) {
