@@ -10,7 +10,7 @@ SOURCES := $(PACKAGES) tests benchmarks
 BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints.txt \
 	$(shell find proto svc_common cpu_attn_svc \( -name '*.proto' -o -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt \) 2>/dev/null)
 
-.PHONY: help demo test lint types imports protos format model unit integration bench-serve bench-kernel sanitize cross bench-hop bench-overlap bench-executor bench-planner bench-baselines bench-estimate bench-realtime bench-policies bench-policy-check clean
+.PHONY: help demo test lint types imports protos format model unit integration bench-serve bench-kernel sanitize cross bench-quantisation bench-hop bench-overlap bench-executor bench-planner bench-baselines bench-estimate bench-realtime bench-policies bench-policy-check clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 
@@ -63,6 +63,9 @@ bench-serve: $(VENV)/.dev model ## Throughput and latency, beside transformers
 
 bench-kernel: $(VENV)/.dev ## CPU attention against its floor and against torch
 	$(BIN)/python benchmarks/kernel.py
+
+bench-quantisation: $(VENV)/.dev model ## Weights in int8 and int4: accuracy and speed
+	$(BIN)/python benchmarks/quantisation.py
 
 bench-hop: $(VENV)/.dev model ## What a layer's hop to the CPU costs
 	$(BIN)/python benchmarks/hop.py

@@ -19,7 +19,7 @@ from svc_common import cpu_kernels
 from svc_common.config import Config, ConfigError, load_from_argv
 from svc_common.cores import usable_cores
 from svc_common.decoder.checkpoint import CheckpointError, open_model
-from svc_common.decoder.dtypes import DTYPES, KV_DTYPES, choose_compute_dtype, dtype_name
+from svc_common.decoder.dtypes import DTYPES, KV_DTYPES, choose_compute_dtype, default_kv_dtype, dtype_name
 from svc_common.decoder.layer_file import LayerFileError
 from svc_common.grpc_server import GrpcServer, ListenError, configure_logging, until_stop_signal
 from svc_common.memory import check_fits_memory, usable_memory_bytes
@@ -112,7 +112,7 @@ def make_executor(config: Config) -> Executor:
     files = resolve(config.model.source)
     spec, checkpoint = open_model(files)
     dtype = choose_compute_dtype(config.gpu.dtype, spec, device)
-    kv_dtype = DTYPES[dtype if config.kv.dtype == "auto" else config.kv.dtype]
+    kv_dtype = DTYPES[default_kv_dtype(dtype) if config.kv.dtype == "auto" else config.kv.dtype]
     host_dtype = None if config.kv.host_dtype == "auto" else KV_DTYPES[config.kv.host_dtype]
     shape = KvShape.of(spec, config.kv.block_tokens, kv_dtype, host_dtype)
     memory_bytes, link = _memory_bytes(config, device), _link(config, device)

@@ -80,7 +80,7 @@ class KvConfig(Section):
     block_tokens: Annotated[int, Field(ge=1, le=256)] = 16
     """Tokens in a block."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Type of keys and values; "auto": the compute type."""
+    """Type of keys and values; "auto": the compute type, and beside int8 or int4 weights bf16."""
     host_dtype: Literal["auto", "fp32", "bf16", "fp16", "int8"] = "auto"
     """Type of keys and values on the host; "auto": as on the GPU. "int8" has a scale for each block and head: a quarter
     of fp32's bytes or half of 16-bit types', for numbers off by some 0.4 % of the largest beside them."""
@@ -165,8 +165,9 @@ class GpuConfig(Section):
     """Address of the executor's gRPC service."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """"auto": cuda where there is one."""
-    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Type to compute in; "auto" measures at start-up."""
+    dtype: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"] = "auto"
+    """Type to compute in; "auto" measures fp32 and 16 bits at start-up. "int8" and "int4" are types of the weights
+    alone, on device "cpu" only: less memory, faster decodes, and other tokens; see docs/performance.md."""
     kv_bytes: Size = ByteSize(512 * 2**20)
     """Cap of the GPU KV cache. 0 keeps all KV on the host."""
     memory_bytes: Size | None = None
@@ -181,6 +182,12 @@ class GpuConfig(Section):
     """Operations are measured at start-up, which takes seconds to minutes. "auto" keeps what was measured in the user's
     cache directory, and takes it from there where machine, model and limits are the same; "always" measures at each
     start and keeps nothing."""
+
+    @model_validator(mode="after")
+    def _has_quantised_weights_on_the_cpu_only(self) -> "GpuConfig":
+        if self.device == "cuda" and self.dtype in ("int8", "int4"):
+            raise ValueError(f'dtype "{self.dtype}" is for device "cpu"; on cuda it is not built')
+        return self
 
 
 class CpuAttnConfig(Section):

@@ -101,7 +101,9 @@ def up(
         str | None, _setting(KvConfig, "host_dtype", f"The same on the host: {_DTYPES}, int8; auto: as on the GPU.")
     ] = None,
     device: Annotated[str | None, _setting(GpuConfig, "device", "auto, cuda or cpu.")] = None,
-    dtype: Annotated[str | None, _setting(GpuConfig, "dtype", f"Type to compute in: {_DTYPES}.")] = None,
+    dtype: Annotated[
+        str | None, _setting(GpuConfig, "dtype", f"Type to compute in: {_DTYPES}; int8, int4: of the weights, on cpu.")
+    ] = None,
     port: Annotated[int | None, _PORT] = None,
     cpu_threads: Annotated[
         int | None, _setting(CpuAttnConfig, "num_threads", "Threads of attention on the CPU.")

@@ -22,7 +22,7 @@ void add_scaled(const float* row, float factor, std::int32_t width, float* to) {
 
 }  // namespace
 
-DecoderLinear::DecoderLinear(const DecoderShape& shape, DType weight_type, ThreadPool& threads,
+DecoderLinear::DecoderLinear(const DecoderShape& shape, WeightType weight_type, ThreadPool& threads,
                              const LinearKernel& kernel)
     : shape_(shape), weight_type_(weight_type), resources_{threads, {}}, kernel_(kernel) {}
 

@@ -78,9 +78,12 @@ struct WeightPart {
     std::int32_t rows;   // of a vector 1
     std::int32_t depth;  // elements of a row
     std::size_t panel_bytes;  // 0: a vector of fp32
-    DType type;
+    WeightType type;
     bool gated;
 };
+
+// Embedding and head of a decoder with int4 weights are int8: no layer after them evens out what they are off by.
+constexpr WeightType vocabulary_type(WeightType type) { return type == WeightType::int4 ? WeightType::int8 : type; }
 
 // Activations are fp32 and rows are dense. One caller at a time; buffers grow to the largest batch seen.
 //
@@ -89,7 +92,7 @@ struct WeightPart {
 // a file that several processes have mapped.
 class DecoderLinear {
   public:
-    DecoderLinear(const DecoderShape& shape, DType weight_type, ThreadPool& threads, const LinearKernel& kernel);
+    DecoderLinear(const DecoderShape& shape, WeightType weight_type, ThreadPool& threads, const LinearKernel& kernel);
 
     // The next layer, without weights so far.
     void add_layer(const LayerShape& shape);
@@ -165,7 +168,7 @@ class DecoderLinear {
     void run_experts(const Experts& experts, std::int32_t n, float* hidden);
 
     DecoderShape shape_;
-    DType weight_type_;
+    WeightType weight_type_;
     ProductResources resources_;
     const LinearKernel& kernel_;
     std::vector<LayerShape> shapes_;

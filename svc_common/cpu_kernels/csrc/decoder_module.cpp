@@ -149,7 +149,7 @@ void bind_decoder(nb::module_& m) {
         .def_ro("rows", &WeightPart::rows, "Of a vector 1.")
         .def_ro("depth", &WeightPart::depth, "Elements of a row.")
         .def_ro("panel_bytes", &WeightPart::panel_bytes, "From a panel to the next; 0: a vector of fp32.")
-        .def_prop_ro("dtype", [](const WeightPart& part) { return name_of(part.type); }, "fp32, fp16 or bf16.")
+        .def_prop_ro("dtype", [](const WeightPart& part) { return name_of(part.type); }, "fp32, fp16, bf16, int8 or int4.")
         .def_ro("gated", &WeightPart::gated,
                 "Whether each panel has columns of the first half of the rows, then of the second.");
     nb::class_<DecoderLinear>(m, "DecoderLinear",
@@ -163,11 +163,11 @@ void bind_decoder(nb::module_& m) {
                const std::string& dtype, ThreadPool& threads, const std::string& instruction_set) {
                 new (self) DecoderLinear({hidden_size, num_q_heads, num_kv_heads, head_dim, rotary_dim, norm_eps,
                                           activation_named(activation)},
-                                         dtype_named(dtype), threads, choose_linear_kernel(instruction_set));
+                                         type_named(dtype), threads, choose_linear_kernel(instruction_set));
             },
             nb::kw_only(), "hidden_size"_a, "num_q_heads"_a, "num_kv_heads"_a, "head_dim"_a, "rotary_dim"_a,
             "norm_eps"_a, "activation"_a, "dtype"_a, "threads"_a, "instruction_set"_a, nb::keep_alive<1, 10>(),
-            "`dtype` is the weights': fp32, fp16 or bf16; a rotary_dim of 0: heads are not rotated.")
+            "`dtype` is the weights': fp32, fp16, bf16, int8 or int4; a rotary_dim of 0: heads are not rotated.")
         .def("add_layer", &add_layer, nb::kw_only(), "norm_biases"_a, "qkv_bias"_a, "qk_norm"_a, "output_bias"_a,
              "post_norms"_a, "mlp_bias"_a, "inner_size"_a, "num_experts"_a = 0, "experts_per_token"_a = 0,
              "normalised"_a = false, "shared_inner_size"_a = 0,

@@ -30,7 +30,7 @@ PackedMatrix DecoderLinear::matrix(WeightArena& arena, std::int32_t rows, std::i
 }
 
 PackedMatrix DecoderLinear::fp32_matrix(WeightArena& arena, std::int32_t rows) const {
-    return PackedMatrix(kernel_, arena, rows, shape_.hidden_size, DType::fp32, Activation::none, false);
+    return PackedMatrix(kernel_, arena, rows, shape_.hidden_size, WeightType::fp32, Activation::none, false);
 }
 
 Mlp DecoderLinear::mlp(WeightArena& arena, std::int32_t inner_size, bool has_bias) const {
@@ -73,8 +73,12 @@ DecoderLinear::Layer DecoderLinear::lay_out(const LayerShape& shape, WeightArena
 
 DecoderLinear::Vocabulary DecoderLinear::lay_out_vocabulary(WeightArena& arena) const {
     const NormMemory final_norm = norm(arena, norm_biases_);
-    Vocabulary vocabulary{final_norm, matrix(arena, vocab_size_, shape_.hidden_size, false), std::nullopt};
-    if (!tied_) vocabulary.head.emplace(matrix(arena, vocab_size_, shape_.hidden_size, false));
+    const auto matrix = [&] {
+        return PackedMatrix(kernel_, arena, vocab_size_, shape_.hidden_size, vocabulary_type(weight_type_),
+                            Activation::none, false);
+    };
+    Vocabulary vocabulary{final_norm, matrix(), std::nullopt};
+    if (!tied_) vocabulary.head.emplace(matrix());
     return vocabulary;
 }
 
@@ -104,7 +108,7 @@ std::vector<WeightPart> DecoderLinear::layer_parts(std::int32_t index) const {
     const auto add = [&](const std::string& name, const float* vector, std::int32_t size) {
         if (vector == nullptr) return;
         const auto offset = static_cast<std::size_t>(reinterpret_cast<const std::byte*>(vector) - base);
-        parts.push_back({name, offset, 1, size, 0, DType::fp32, false});
+        parts.push_back({name, offset, 1, size, 0, WeightType::fp32, false});
     };
     const auto add_matrix = [&](const std::string& name, const PackedMatrix& matrix) {
         const auto offset = static_cast<std::size_t>(matrix.panels() - base);
@@ -114,7 +118,7 @@ std::vector<WeightPart> DecoderLinear::layer_parts(std::int32_t index) const {
         // A column of the panels, so that its padding and the order of gates are those of the matrix.
         const auto bias_offset = static_cast<std::size_t>(reinterpret_cast<const std::byte*>(matrix.bias()) - base);
         parts.push_back({name + "_bias", bias_offset, matrix.num_columns(), 1,
-                         kernel_.panel_columns * sizeof(float), DType::fp32, matrix.gated()});
+                         kernel_.panel_columns * sizeof(float), WeightType::fp32, matrix.gated()});
     };
     const auto add_mlp = [&](const std::string& prefix, const Mlp& mlp) {
         add_matrix(prefix + "up", mlp.up);

@@ -58,10 +58,10 @@ class PackedMatrix {
   public:
     // In the arena's memory, which holds such a matrix already, or in which `fill` is to pack it.
     PackedMatrix(const LinearKernel& kernel, WeightArena& arena, std::int32_t num_columns, std::int32_t depth,
-                 DType type, Activation activation, bool has_bias);
+                 WeightType type, Activation activation, bool has_bias);
     // Filled.
     PackedMatrix(const LinearKernel& kernel, WeightArena& arena, const float* weights, const float* bias,
-                 std::int32_t num_columns, std::int32_t depth, DType type, Activation activation)
+                 std::int32_t num_columns, std::int32_t depth, WeightType type, Activation activation)
         : PackedMatrix(kernel, arena, num_columns, depth, type, activation, bias != nullptr) {
         fill(weights, bias);
     }
@@ -81,8 +81,10 @@ class PackedMatrix {
     std::int32_t panel_outputs() const { return kernel_->panel_columns / (gated() ? 2 : 1); }
     std::int32_t num_panels() const { return (num_outputs() + panel_outputs() - 1) / panel_outputs(); }
     std::size_t num_bytes() const { return num_panels() * panel_bytes_ + bias_bytes(); }
-    DType type() const { return type_; }
+    WeightType type() const { return type_; }
     std::size_t panel_bytes() const { return panel_bytes_; }
+    // Of one panel. Panels lie one after the other and hold no addresses.
+    static std::size_t panel_bytes(const LinearKernel& kernel, WeightType type, std::int32_t depth);
     const std::byte* panels() const { return panels_; }
     const float* bias() const { return bias_; }  // in the order of the panels' columns, padded; null: none
     // Row `row` of the matrix, [depth], widened. Not of a gated one.
@@ -93,6 +95,15 @@ class PackedMatrix {
 
     template <typename W>
     void pack(const float* weights);
+    void pack_groups(const float* weights);
+    // A column's group of weights to a panel's group.
+    void pack_group(const float* weights, std::int32_t column, std::byte* to);
+    // Of a quantised matrix.
+    float unpack_one(std::int32_t row, std::int32_t k) const;
+    // Bytes from a panel's start to the unit of depth `k`.
+    std::size_t offset_in_panel(std::int32_t k) const {
+        return k / unit_depth(type_) * unit_bytes(type_, kernel_->panel_columns);
+    }
     std::size_t bias_bytes() const {
         return bias_ == nullptr ? 0 : static_cast<std::size_t>(num_panels()) * kernel_->panel_columns * sizeof(float);
     }
@@ -102,7 +113,7 @@ class PackedMatrix {
     const LinearKernel* kernel_;
     std::int32_t num_columns_;
     std::int32_t depth_;
-    DType type_;
+    WeightType type_;
     Activation activation_;
     std::size_t panel_bytes_;
     std::byte* panels_;
@@ -112,7 +123,7 @@ class PackedMatrix {
 // What products need beside their operands: threads, and memory that grows to the largest batch seen.
 struct ProductResources {
     ThreadPool& threads;
-    std::vector<std::uint16_t> rounded_rows;
+    std::vector<std::uint32_t> rounded_rows;
 };
 
 // The product of one matrix with a batch of dense rows of fp32, [num_rows, depth].
@@ -157,9 +168,11 @@ class Product {
 
     const PackedMatrix& matrix_;
     const LinearKernel& kernel_;
-    const std::byte* rows_ = nullptr;  // as the kernel wants them
-    std::size_t row_elements_ = 0;     // from a row to the next
-    std::size_t element_bytes_ = 0;
+    // As the kernel wants them: fp32, or words of as many bytes, so many for each unit of depth.
+    const std::uint32_t* rows_ = nullptr;
+    std::int32_t unit_depth_ = 1;
+    std::int32_t unit_words_ = 1;
+    std::size_t row_words_ = 0;  // from a row to the next
     std::int32_t num_rows_;
     ThreadPool& threads_;
 };

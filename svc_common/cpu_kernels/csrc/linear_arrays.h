@@ -16,16 +16,18 @@ using Vector = nb::ndarray<const float, nb::shape<-1>, nb::c_contig, nb::device:
 using Matrix = nb::ndarray<const float, nb::shape<-1, -1>, nb::c_contig, nb::device::cpu>;
 using OutMatrix = nb::ndarray<float, nb::shape<-1, -1>, nb::c_contig, nb::device::cpu>;
 
-inline DType dtype_named(const std::string& name) {
-    if (name == "fp32") return DType::fp32;
-    if (name == "fp16") return DType::fp16;
-    if (name == "bf16") return DType::bf16;
-    throw nb::value_error("the weight type is fp32, fp16 or bf16");
+inline WeightType type_named(const std::string& name) {
+    if (name == "fp32") return WeightType::fp32;
+    if (name == "fp16") return WeightType::fp16;
+    if (name == "bf16") return WeightType::bf16;
+    if (name == "int8") return WeightType::int8;
+    if (name == "int4") return WeightType::int4;
+    throw nb::value_error("the weight type is fp32, fp16, bf16, int8 or int4");
 }
 
-inline const char* name_of(DType type) {
-    if (type == DType::fp16) return "fp16";
-    return type == DType::bf16 ? "bf16" : "fp32";
+inline const char* name_of(WeightType type) {
+    constexpr const char* names[] = {"fp32", "fp16", "bf16", "int8", "int4"};
+    return names[static_cast<int>(type) - 1];
 }
 
 inline Activation activation_named(const std::string& name) {

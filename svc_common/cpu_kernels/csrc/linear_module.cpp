@@ -26,7 +26,7 @@ struct Linear {
         : matrix(choose_linear_kernel(instruction_set), arena, weights.data(),
                  vector_of(bias, static_cast<std::int32_t>(weights.shape(0)), "bias does not fit the weights"),
                  static_cast<std::int32_t>(weights.shape(0)), static_cast<std::int32_t>(weights.shape(1)),
-                 dtype_named(dtype), activation_named(activation)) {}
+                 type_named(dtype), activation_named(activation)) {}
 };
 
 void multiply(const Linear& linear, const Matrix& rows, const std::optional<Matrix>& residual, const OutMatrix& out,
@@ -72,8 +72,8 @@ void bind_linear(nb::module_& m) {
     nb::class_<Linear>(m, "PackedLinear", "One weight matrix, packed for products with few or many rows.")
         .def(nb::init<const Matrix&, const std::optional<Vector>&, const std::string&, const std::string&, const std::string&>(),
              "weights"_a, "bias"_a.none(), "dtype"_a, "activation"_a, "instruction_set"_a,
-             "Copies weights [out, in], rounded to `dtype`: fp32, fp16 or bf16. `activation` is what a product is made to\n"
-             "be: none, relu, silu_gated or gelu_tanh_gated, with the gates in the first half of the rows.")
+             "Copies weights [out, in], rounded to `dtype`: fp32, fp16, bf16, int8 or int4. `activation` is what a\n"
+             "product is made to be: none, relu, silu_gated or gelu_tanh_gated, with the gates in the first half of the rows.")
         .def_prop_ro("num_bytes", [](const Linear& self) { return self.matrix.num_bytes(); }, "Bytes held.")
         .def("multiply", &multiply, "rows"_a, "residual"_a.none(), "out"_a, "threads"_a,
              "out [n, num_outputs] = rows [n, in] . weights^T + bias + residual [n, num_outputs].");
