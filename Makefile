@@ -10,7 +10,7 @@ SOURCES := $(PACKAGES) tests benchmarks
 BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints.txt \
 	$(shell find proto svc_common cpu_attn_svc \( -name '*.proto' -o -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt \) 2>/dev/null)
 
-.PHONY: help demo test lint types imports protos format model unit integration clients bench-serve bench-kernel sanitize cross bench-hop bench-overlap bench-executor bench-sampling bench-planner bench-planner-full bench-baselines bench-estimate bench-realtime bench-gateway clean
+.PHONY: help demo test lint types imports protos format model unit integration clients bench-serve bench-kernel sanitize cross bench-quantisation bench-hop bench-overlap bench-executor bench-sampling bench-planner bench-planner-full bench-baselines bench-estimate bench-realtime bench-gateway bench-policies bench-policy-check clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 
@@ -70,6 +70,9 @@ bench-serve: $(VENV)/.dev model ## Throughput and latency, beside transformers
 bench-kernel: $(VENV)/.dev ## CPU attention against its floor and against torch
 	$(BIN)/python benchmarks/kernel.py
 
+bench-quantisation: $(VENV)/.dev model ## Weights in int8 and int4: accuracy and speed
+	$(BIN)/python benchmarks/quantisation.py
+
 bench-hop: $(VENV)/.dev model ## What a layer's hop to the CPU costs
 	$(BIN)/python benchmarks/hop.py
 
@@ -93,6 +96,12 @@ bench-realtime: $(VENV)/.dev model ## The simulator against the real stack in re
 
 bench-gateway: $(VENV)/.dev model ## The same load by gRPC and by HTTP
 	$(BIN)/python benchmarks/gateway.py
+
+bench-policies: $(VENV)/.dev ## Policies for models larger than the GPU, by estimate, beside published figures
+	$(BIN)/python benchmarks/policies.py
+
+bench-policy-check: $(VENV)/.dev model ## Predicted against measured time of each policy, on a device too small for the model
+	$(BIN)/python benchmarks/policy_check.py
 
 clean: ## Remove what was built
 	rm -rf build $(VENV) neoflex/v1 $(addsuffix /*.so,svc_common/tensor_plane svc_common/cpu_kernels cpu_attn_svc)

@@ -70,7 +70,7 @@ def make_decoder(spec: ModelSpec) -> CpuDecoder:
             )
 
     embedding, final_norm = noise(spec.vocab_size, hidden), NormWeights(torch.ones(hidden))
-    return CpuDecoder(spec, torch.float32, embedding, layers(), final_norm, None)
+    return CpuDecoder.packed(spec, torch.float32, embedding, layers(), final_norm, None)
 
 
 def iteration_s(num_layers: int) -> float:

@@ -223,7 +223,7 @@ def host_iterations(address: str, num_sequences: int, num_iterations: int) -> li
     shape = KvShape.of(spec, BLOCK_TOKENS, decoder.dtype)
     limits = Limits(max_sequences=num_sequences, max_batch_tokens=PROMPT_TOKENS, max_sequence_tokens=1024)
     executor = Executor(decoder, shape, 0)
-    pool = asyncio.run(attach_pool(address, 1, region_shape(decoder, shape, limits)))
+    pool = asyncio.run(attach_pool(address, 1, region_shape(decoder, shape, limits), decoder))
     executor.open_epoch(1, limits, HostTier([pool]))
     random = np.random.default_rng(0)
     stride = -(-(PROMPT_TOKENS + num_iterations + 1) // BLOCK_TOKENS)

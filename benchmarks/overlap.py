@@ -190,7 +190,7 @@ def open_epoch(executor: Executor, address: str, number: int, num_sequences: int
     executor.close_epoch()
     for attempt in range(30):
         try:
-            host = HostTier([asyncio.run(attach_pool(address, number, shape))])
+            host = HostTier([asyncio.run(attach_pool(address, number, shape, executor.decoder))])
             break
         except CpuAttentionUnavailableError:
             if attempt == 29:

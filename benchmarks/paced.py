@@ -41,13 +41,16 @@ class PacedExecutor:
         self.kv_shape = shape
         self.num_gpu_blocks = num_gpu_blocks
         self.last_epoch = 0
+        self.memory = None
+        self.resident_layers = self.streamed_bytes = 0
+        self.streamed_layers = range(0)
         self._played = played
         self._tables = tables
 
     def close_epoch(self) -> None:
         """Nothing is held."""
 
-    def open_epoch(self, number: int, limits: Limits, host: None) -> None:
+    def open_epoch(self, number: int, limits: Limits, host: None, policy: None) -> None:
         self.last_epoch = number
 
     def profile(self) -> Tables:

@@ -149,12 +149,13 @@ class Simulator:
 # --- the real stack
 
 
-def learned(stack: LocalStack) -> Factors:
+def learned_by(stack: LocalStack) -> Factors:
     """What its planner has learned so far."""
     factors = stack.server_info().calibration
     assert factors is not None  # It has served.
-    print("learned in the warm-up:", ", ".join(f"{name} {value:.2f}" for name, value in asdict(factors).items()))
-    return Factors(**asdict(factors))
+    learned = Factors(**asdict(factors))
+    print("learned in the warm-up:", learned)
+    return learned
 
 
 async def serve(address: str, arrivals: Sequence[Arrival], vocab_size: int) -> Outcome:
@@ -226,7 +227,7 @@ def measure(args: argparse.Namespace) -> list[Row]:
         warm_up = workload(_WARM_UP, args.seed + 1)
         warm_up_rate = _WARM_UP_SHARE * told.run(arrivals, 0.0).thr_makespan
         asyncio.run(serve(stack.address, at_rate(warm_up, warm_up_rate), spec.vocab_size))
-        simulator = told.calibrated(learned(stack))
+        simulator = told.calibrated(learned_by(stack))
         for share in args.shares:
             compare("real stack", simulator, told, stack.address, share)
         counters = stack.server_info().counters

@@ -33,14 +33,15 @@ async def serve(listen: str, host: AttentionHost) -> None:
 
 
 def main() -> None:
-    config, key = configuration.load_cpu_attn_from_argv(SERVICE)
+    config, index = configuration.load_cpu_attn_from_argv(SERVICE)
+    service, key = config.cpu_attn[index], config.cpu_attn_key(index)
     configure_logging(SERVICE)
     # gpu_svc's threads, if pinned, take from the other end.
-    claim = CpuClaim(pinnable_cpus(from_end=True), config.num_threads)
+    claim = CpuClaim(pinnable_cpus(from_end=True), service.num_threads)
     try:
-        host = AttentionHost(config, key, usable_cores(), claim.cpus)
+        host = AttentionHost(service, key, usable_cores(), claim.cpus, config.model.source)
         logger.info("threads stay on CPUs %s", claim.cpus or "of the kernel's choice")
-        asyncio.run(serve(config.listen, host))
+        asyncio.run(serve(service.listen, host))
     except ListenError as error:
         print(f"{SERVICE}: {key}.listen: {error}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -5,6 +5,7 @@ import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cpu_attn_svc.session import RegionSession
 from svc_common.config import ConfigError, CpuAttnConfig
@@ -12,7 +13,22 @@ from svc_common.cpu_kernels import ThreadPool, choose_instruction_set
 from svc_common.memory import check_fits_memory, huge_page_bytes, usable_memory_bytes
 from svc_common.tensor_plane import RegionShape, Segment, remove_stale_segments
 
+if TYPE_CHECKING:  # It needs torch, which takes memory and seconds.
+    from cpu_attn_svc.layers import CpuLayers
+
 logger = logging.getLogger(__name__)
+
+
+class LayersUnavailableError(Exception):
+    """The layers that the executor wants computed can't be; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class WantedLayers:
+    """What the executor says of the CPU layers beside their number."""
+
+    weight_dtype: str
+    model_digest: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +73,11 @@ def _check_segment_dir(key: str, directory: Path, kv_bytes: int) -> None:
 class AttentionHost:
     """Calls that change it must not overlap; `status` may be asked for at any time."""
 
-    def __init__(self, config: CpuAttnConfig, key: str, usable_cores: int, cpus: list[int]) -> None:
+    def __init__(self, config: CpuAttnConfig, key: str, usable_cores: int, cpus: list[int], model_source: str) -> None:
         """`key`: how messages name the configuration's table. `cpus`: what the first threads are pinned to.
 
-        Raises ConfigError where this can't be had on this machine.
+        Raises ConfigError where this can't be had on this machine. The model is not looked at before an executor asks
+        for its layers.
         """
         if config.kv_bytes == 0:
             raise ConfigError(f"{key}.kv_bytes is 0: there is nothing to serve")
@@ -77,6 +94,9 @@ class AttentionHost:
         self._threads = ThreadPool(min(config.num_threads, self.max_threads), cpus)
         self._config = config
         self._cpus = cpus
+        self._model_source = model_source
+        self._layers: CpuLayers | None = None
+        """Of the latest region; kept for a next one of the same."""
         self._session: RegionSession | None = None
         self._huge_page_bytes = 0
         removed = remove_stale_segments(config.segment_dir)
@@ -92,16 +112,18 @@ class AttentionHost:
         assert 1 <= num_threads <= self.max_threads
         self._threads.num_threads = num_threads
 
-    def open_region(self, epoch: int, shape: RegionShape) -> OpenedRegion:
-        """Closes an earlier region first: there is memory for one. Takes as long as reserving the memory does.
+    def open_region(self, epoch: int, shape: RegionShape, wanted: WantedLayers | None = None) -> OpenedRegion:
+        """Closes an earlier region first: there is memory for one. Takes as long as reserving the memory does, and
+        loading the CPU layers, which `wanted` describes where the shape has some.
 
-        Raises PlaneError where there is no room, or where kv_bytes holds no block of this shape.
+        Raises PlaneError where there is no room or kv_bytes holds no block of this shape, and LayersUnavailableError.
         """
         self.close_region()
+        self._load_layers(shape.num_cpu_layers, wanted)
         segment = Segment.create(self._config.segment_dir, epoch, shape, self._config.kv_bytes, self._cpus)
         self._huge_page_bytes = huge_page_bytes(segment.path)
         try:
-            session = RegionSession(segment, self.instruction_set, self._threads)
+            session = RegionSession(segment, self.instruction_set, self._threads, self._layers)
         except Exception:
             segment.close()
             raise
@@ -117,6 +139,17 @@ class AttentionHost:
             shape,
         )
         return OpenedRegion(segment.path, region.region_bytes, segment.endpoint, region.num_blocks)
+
+    def _load_layers(self, num_layers: int, wanted: WantedLayers | None) -> None:
+        if wanted is None:
+            self._layers = None
+            return
+        from cpu_attn_svc.layers import CpuLayers
+
+        if self._layers is not None and self._layers.has(num_layers, wanted):
+            return
+        self._layers = None  # Not two at a time.
+        self._layers = CpuLayers.load(self._model_source, num_layers, wanted, self._threads)
 
     def close_region(self) -> None:
         """Gives up what runs."""

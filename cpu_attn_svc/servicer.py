@@ -4,7 +4,7 @@ import asyncio
 import math
 import os
 
-from cpu_attn_svc.host import AttentionHost
+from cpu_attn_svc.host import AttentionHost, LayersUnavailableError, WantedLayers
 from neoflex.v1 import cpu_attention_pb2 as pb
 from neoflex.v1 import cpu_attention_pb2_grpc
 from svc_common.errors import FieldViolation, failed_precondition, invalid_argument, invalid_arguments
@@ -12,6 +12,7 @@ from svc_common.tensor_plane import PlaneError, RegionShape
 
 _EXCHANGE_DTYPES = ("fp32", "bf16", "fp16")
 _KV_DTYPES = (*_EXCHANGE_DTYPES, "int8")
+_WEIGHT_DTYPES = (*_EXCHANGE_DTYPES, "int8", "int4")
 # Limits of each count: far above any model, and low enough that no product of them overflows.
 _COUNT_LIMITS = {
     "num_layers": 256,
@@ -21,6 +22,7 @@ _COUNT_LIMITS = {
     "block_tokens": 4096,
     "max_sequences": 65536,
 }
+_LAYER_LIMITS = {"hidden_size": 65536, "max_tokens": 65536}
 
 
 class CpuAttentionServicer(cpu_attention_pb2_grpc.CpuAttentionServiceServicer):
@@ -30,11 +32,14 @@ class CpuAttentionServicer(cpu_attention_pb2_grpc.CpuAttentionServiceServicer):
 
     async def OpenRegion(self, request: pb.OpenRegionRequest, context: object) -> pb.OpenRegionResponse:
         shape = region_shape(request)
+        wanted = WantedLayers(request.weight_dtype, request.model_digest) if shape.num_cpu_layers else None
         async with self._changing:
             try:
-                opened = await asyncio.to_thread(self._host.open_region, request.epoch, shape)
+                opened = await asyncio.to_thread(self._host.open_region, request.epoch, shape, wanted)
             except PlaneError as error:
                 raise failed_precondition("REGION_UNAVAILABLE", f"cpu_attn.kv_bytes: {error}") from error
+            except LayersUnavailableError as error:
+                raise failed_precondition("LAYERS_UNAVAILABLE", str(error)) from error
         return pb.OpenRegionResponse(
             path=opened.path,
             region_bytes=opened.region_bytes,
@@ -86,6 +91,10 @@ def region_shape(request: pb.OpenRegionRequest) -> RegionShape:
         softmax_scale=request.softmax_scale,
         softcap=request.softcap,
         sliding_windows=tuple(request.sliding_windows),
+        num_cpu_layers=request.num_cpu_layers,
+        num_gpu_blocks=request.num_gpu_blocks,
+        hidden_size=request.hidden_size,
+        max_tokens=request.max_tokens,
     )
 
 
@@ -114,4 +123,14 @@ def _violations(request: pb.OpenRegionRequest) -> list[FieldViolation]:
     require(min(windows, default=0) >= 0, "sliding_windows", f"must be at least 0, one is {min(windows, default=0)}")
     capped = math.isfinite(request.softcap) and request.softcap >= 0
     require(capped, "softcap", f"must be at least 0 and finite, is {request.softcap}")
+    among = 0 <= request.num_cpu_layers <= request.num_layers
+    require(among, "num_cpu_layers", f"must be in [0, {request.num_layers}], is {request.num_cpu_layers}")
+    if request.num_cpu_layers > 0:
+        for field, limit in _LAYER_LIMITS.items():
+            value = getattr(request, field)
+            require(1 <= value <= limit, field, f"must be in [1, {limit}], is {value}")
+        require(request.num_gpu_blocks >= 0, "num_gpu_blocks", f"must not be negative, is {request.num_gpu_blocks}")
+        known = request.weight_dtype in _WEIGHT_DTYPES
+        names = ", ".join(_WEIGHT_DTYPES)
+        require(known, "weight_dtype", f"must be one of {names}, is {request.weight_dtype!r}")
     return found

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from typing import TYPE_CHECKING
 
 import zmq
 
@@ -9,6 +10,9 @@ from cpu_attn_svc import _attention
 from svc_common.cpu_kernels import ThreadPool
 from svc_common.tensor_plane import PlaneError, Report, Segment
 from svc_common.tensor_plane.messages import Descriptor, WorkError, WorkReport, decode_descriptor, encode_report
+
+if TYPE_CHECKING:
+    from cpu_attn_svc.layers import CpuLayers
 
 # An idle session looks this often whether its executor lives and whether it is to stop.
 _IDLE_CHECK_MS = 100
@@ -21,8 +25,10 @@ logger = logging.getLogger(__name__)
 class RegionSession:
     """Serves one executor until that ends, or until `close`. Its memory is freed when the session ends."""
 
-    def __init__(self, segment: Segment, instruction_set: str, threads: ThreadPool) -> None:
-        """Listens at the segment's endpoint. Raises PlaneError."""
+    def __init__(
+        self, segment: Segment, instruction_set: str, threads: ThreadPool, layers: "CpuLayers | None" = None
+    ) -> None:
+        """Listens at the segment's endpoint. `layers` are those that the region's shape asks for. Raises PlaneError."""
         region = segment.region
         self.epoch = region.epoch
         self.num_blocks = region.num_blocks
@@ -31,7 +37,9 @@ class RegionSession:
         """By the executor's last descriptor."""
         self.iterations: int = 0
         """Computed so far."""
-        self._worker: _attention.Worker | None = _attention.Worker(region, instruction_set, threads)
+        self._layers = layers
+        runner = layers.runner(segment, instruction_set, threads) if layers else None
+        self._worker: _attention.Worker | None = _attention.Worker(region, instruction_set, threads, runner)
         self._stop = threading.Event()
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
@@ -84,7 +92,7 @@ class RegionSession:
         descriptor = decode_descriptor(message)
         if descriptor.epoch == self.epoch:
             self.blocks_used = descriptor.host_blocks_used
-        if not descriptor.sub_batches:
+        if not descriptor.has_work:
             return
         work = self._compute(worker, descriptor)
         if work.error is WorkError.NONE:
@@ -107,13 +115,37 @@ class RegionSession:
             (submitted.batch.slot, submitted.first_submit, submitted.batch.context_tokens, submitted.batch.block_tables)
             for submitted in descriptor.sub_batches
         ]
-        layers = descriptor.layers
+        layers, passing = descriptor.layers, descriptor.layer_batches
+        if passing and self._layers is None:
+            return failed(WorkError.INVALID_DESCRIPTOR, "the region has no CPU layers")
+        # What the addresses in `batches` point to lives as long as `rotations`.
+        rotations = [self._layers.rotations(batch) for batch in passing] if self._layers else []
+        batches = [
+            (
+                batch.first_row,
+                batch.num_layers,
+                batch.chunk_starts,
+                batch.chunk_tokens,
+                batch.context_tokens,
+                batch.block_tables,
+                [(rotation.cos_address, rotation.sin_address) for rotation in kinds],
+            )
+            for batch, kinds in zip(passing, rotations, strict=True)
+        ]
         try:
-            compute_ns, wait_ns, times_ns = worker.run(sub_batches, layers.start, len(layers), descriptor.trace)
+            compute_ns, wait_ns, events = worker.run(
+                sub_batches,
+                layers.start,
+                len(layers),
+                descriptor.in_turn,
+                descriptor.trace,
+                descriptor.first_layer_batch,
+                batches,
+            )
         except PlaneError as error:
             return failed(WorkError.INVALID_DESCRIPTOR, str(error))
         except _attention.InterruptedIterationError as error:
             return failed(WorkError.INTERRUPTED, str(error))
         self.iterations += 1
-        report = Report(descriptor.iteration, compute_ns, wait_ns, tuple(times_ns))
+        report = Report(descriptor.iteration, compute_ns, wait_ns, tuple((e[0], e[1], e[2], e[3]) for e in events))
         return WorkReport(self.epoch, report, self.iterations)

@@ -12,6 +12,8 @@ from llguidance import LLTokenizer
 from gpu_svc.executor import Executor
 from gpu_svc.grammars import Grammars
 from gpu_svc.kv_cache import KvShape
+from gpu_svc.link import Link
+from gpu_svc.loading import load_for_device
 from gpu_svc.servicer import ExecutorServicer
 from gpu_svc.table_cache import TableCache, digest, processor_name
 from neoflex.v1 import executor_pb2, executor_pb2_grpc
@@ -19,8 +21,8 @@ from svc_common import cpu_kernels
 from svc_common.config import Config, ConfigError, load_from_argv
 from svc_common.cores import usable_cores
 from svc_common.decoder.checkpoint import CheckpointError, open_model
-from svc_common.decoder.dtypes import DTYPES, KV_DTYPES, choose_compute_dtype, dtype_name
-from svc_common.decoder.load import load_decoder
+from svc_common.decoder.dtypes import DTYPES, KV_DTYPES, choose_compute_dtype, default_kv_dtype, dtype_name
+from svc_common.decoder.layer_file import LayerFileError
 from svc_common.grpc_server import GrpcServer, ListenError, configure_logging, until_stop_signal
 from svc_common.memory import check_fits_memory, usable_memory_bytes
 from svc_common.model.spec import ModelSpec, UnsupportedModelError
@@ -32,13 +34,27 @@ _GRACE_S = 5.0
 logger = logging.getLogger("gpu_svc")
 
 
+class DeviceUnavailableError(Exception):
+    """The configured device is not here."""
+
+
+_CANNOT_START = (
+    ConfigError,
+    ModelNotFoundError,
+    UnsupportedModelError,
+    CheckpointError,
+    LayerFileError,
+    DeviceUnavailableError,
+)
+
+
 def main() -> None:
     config = load_from_argv("gpu_svc")
     configure_logging("gpu_svc")
     torch.set_num_threads(_num_threads(config))
     try:
         executor = make_executor(config)
-    except (ConfigError, ModelNotFoundError, UnsupportedModelError, CheckpointError, DeviceUnavailableError) as error:
+    except _CANNOT_START as error:
         logger.error("%s", error)
         sys.exit(1)
     try:
@@ -46,10 +62,6 @@ def main() -> None:
     except ListenError as error:
         logger.error("gpu.listen: %s", error)
         sys.exit(1)
-
-
-class DeviceUnavailableError(Exception):
-    """The configured device is not here."""
 
 
 def _num_threads(config: Config) -> int:
@@ -82,14 +94,21 @@ def check_kv_sizes(config: Config, block_bytes: int, host_block_bytes: int, memo
     check_fits_memory("gpu.kv_bytes", config.gpu.kv_bytes, memory_bytes)
 
 
-def check_weights_fit(name: str, weight_bytes: int, memory_bytes: int) -> None:
-    """Raises ConfigError before anything is loaded that the device can't hold."""
-    if weight_bytes > memory_bytes:
-        raise ConfigError(f"model.source {name}: its weights take {weight_bytes} bytes, the device has {memory_bytes}")
+def _memory_bytes(config: Config, device: torch.device) -> int:
+    """Of the device, or less where the configuration caps it. Raises ConfigError for a cap above what there is."""
+    cuda = device.type == "cuda"
+    here = torch.cuda.get_device_properties(device).total_memory if cuda else usable_memory_bytes()
+    if config.gpu.memory_bytes is None:
+        return here
+    check_fits_memory("gpu.memory_bytes", config.gpu.memory_bytes, here)
+    return config.gpu.memory_bytes
 
 
-def _memory_bytes(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else usable_memory_bytes()
+def _link(config: Config, device: torch.device) -> Link:
+    """Raises ConfigError where one is to be emulated beside a real one."""
+    if config.gpu.link_bytes_per_s and device.type != "cpu":
+        raise ConfigError(f'gpu.link_bytes_per_s emulates a link on device "cpu"; {device.type} has its own')
+    return Link(config.gpu.link_bytes_per_s)
 
 
 def make_executor(config: Config) -> Executor:
@@ -97,13 +116,21 @@ def make_executor(config: Config) -> Executor:
     files = resolve(config.model.source)
     spec, checkpoint = open_model(files)
     dtype = choose_compute_dtype(config.gpu.dtype, spec, device)
-    check_weights_fit(files.name, spec.weight_bytes(DTYPES[dtype].itemsize), _memory_bytes(device))
-    decoder = load_decoder(checkpoint, spec, DTYPES[dtype], device)
-    kv_dtype = DTYPES[dtype if config.kv.dtype == "auto" else config.kv.dtype]
+    kv_dtype = DTYPES[default_kv_dtype(dtype) if config.kv.dtype == "auto" else config.kv.dtype]
     host_dtype = None if config.kv.host_dtype == "auto" else KV_DTYPES[config.kv.host_dtype]
     shape = KvShape.of(spec, config.kv.block_tokens, kv_dtype, host_dtype)
-    check_kv_sizes(config, shape.block_bytes, shape.host_block_bytes, _memory_bytes(device))
-    executor = Executor(decoder, shape, config.gpu.kv_bytes, table_cache(config), make_grammars(files, spec))
+    memory_bytes, link = _memory_bytes(config, device), _link(config, device)
+    check_kv_sizes(config, shape.block_bytes, shape.host_block_bytes, memory_bytes)
+    decoder = load_for_device(files, spec, checkpoint, DTYPES[dtype], device, memory_bytes, config.gpu.kv_bytes, link)
+    executor = Executor(
+        decoder,
+        shape,
+        config.gpu.kv_bytes,
+        table_cache(config),
+        make_grammars(files, spec),
+        link=link,
+        host_kv_bytes=sum(service.kv_bytes for service in config.cpu_attn),
+    )
     logger.info(
         "%s (%s) on %s with %d threads: %s, KV %s, on the host %s; weights %d bytes; GPU KV %d blocks of %d bytes "
         "in %d",
@@ -115,7 +142,7 @@ def make_executor(config: Config) -> Executor:
         dtype_name(kv_dtype),
         dtype_name(shape.host_dtype),
         executor.weight_bytes,
-        executor.num_gpu_blocks,
+        executor.num_gpu_blocks(),
         shape.block_bytes,
         config.gpu.kv_bytes,
     )
@@ -144,6 +171,7 @@ def table_cache(config: Config) -> TableCache | None:
     machine = {
         "processor": processor_name(),
         "instruction_sets": [service.instruction_set for service in config.cpu_attn],
+        "link_bytes_per_s": config.gpu.link_bytes_per_s,
         "torch": torch.__version__,
         "kernels": digest(kernels),
     }
@@ -163,9 +191,7 @@ async def _serve(config: Config, executor: Executor) -> None:
         await until_stop_signal()
         logger.info("stopping")
         await server.stop(_GRACE_S)
-        thread.submit(executor.close_epoch).result()
-        if executor.grammars:
-            executor.grammars.close()
+        thread.submit(executor.close).result()
 
 
 if __name__ == "__main__":

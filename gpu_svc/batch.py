@@ -15,8 +15,11 @@ from torch import Tensor
 from gpu_svc.attention import AttentionBackend, DecodeAttention, PrefillAttention
 from gpu_svc.host_tier import CpuWork
 from gpu_svc.kv_cache import KvPlaces, KvShape
+from gpu_svc.lower_pool import LowerTables
 from gpu_svc.sequences import SequenceTable, Slots
 from svc_common.plan import SubBatch, Tier
+from svc_common.policy import ExecutionPolicy
+from svc_common.tensor_plane import LayerBatch
 
 _HOST = torch.device("cpu")
 
@@ -32,6 +35,18 @@ class ChunkWork:
     """Where its K and V go in its host pool; of no use for chunks on the GPU."""
     pool: int
     """That host pool."""
+    lower_attention: PrefillAttention | None = None
+    """In layers that the CPU computes for decodes only, over the lower pool; None where there are no such layers."""
+    lower_places: KvPlaces | None = None
+    """Where its K and V go there."""
+
+
+@dataclass(frozen=True, slots=True)
+class CpuPass:
+    """Rows of a sub-batch that go through the CPU layers together."""
+
+    rows: slice
+    work: LayerBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +58,7 @@ class Batch:
     token_ids: Tensor  # [n], int64, device
     positions: Tensor  # [n], int64, device
     chunks: tuple[ChunkWork, ...]
+    chunk_slots: Slots  # their sequences
     gpu_kv_tokens: Tensor | slice  # tokens whose K and V go to the GPU cache
     gpu_kv_places: KvPlaces  # where they go
     gpu_decode_rows: slice
@@ -53,6 +69,11 @@ class Batch:
     output_slots: Slots  # their sequences
     gpu_attended_tokens: int
     cpu_attended_tokens: int
+    prompt_rows: slice
+    prompt_pass: CpuPass | None = None
+    """Of prompts with which the executor goes on in layers that are the CPU's for decodes."""
+    last_pass: CpuPass | None = None
+    """Of the rows that only then go through the executor's layers: decodes, and prompts where they have as many."""
 
     @property
     def num_tokens(self) -> int:
@@ -67,14 +88,27 @@ class Batch:
 class BatchBuilder:
     """Made once per epoch."""
 
-    def __init__(self, table: SequenceTable, backend: AttentionBackend, shape: KvShape, device: torch.device) -> None:
+    def __init__(
+        self,
+        table: SequenceTable,
+        backend: AttentionBackend,
+        shape: KvShape,
+        device: torch.device,
+        policy: ExecutionPolicy,
+        lower_tables: LowerTables,
+    ) -> None:
         self._table = table
         self._backend = backend
         self._shape = shape
         self._device = device
+        self._policy = policy
+        self._lower_tables = lower_tables
 
-    def build(self, sub_batch: SubBatch, index: int) -> Batch:
-        """`index` is the sub-batch's place in its plan, or COHORT. The plan has been checked."""
+    def build(self, sub_batch: SubBatch, index: int, first_row: int = 0) -> Batch:
+        """`index` is the sub-batch's place in its plan, or COHORT. The plan has been checked.
+
+        `first_row`: tokens that pass the CPU layers in sub-batches before this one.
+        """
         table = self._table
         gpu_slots, cpu_slots = table.slots(sub_batch.gpu_decodes), table.slots(sub_batch.cpu_decodes)
         chunk_slots = table.slots(chunk.sequence_id for chunk in sub_batch.prefills)
@@ -104,10 +138,12 @@ class BatchBuilder:
         on_gpu = table.tier[token_slots] == Tier.GPU.value
         ends = np.cumsum(lengths)
         finished = starts + lengths == table.prompt_tokens[chunk_slots]
-        gpu_context = table.computed_tokens[gpu_slots] + 1
+        decode_context = table.computed_tokens[decode_slots] + 1  # In the order of rows.
+        gpu_context = decode_context[:num_gpu_decodes]
         first_cpu_row = num_chunk_tokens + num_gpu_decodes
         cpu_rows = np.empty(len(order), np.int64)
         cpu_rows[order] = np.arange(first_cpu_row, num_tokens)
+        prompt_pass, last_pass = self._passes(first_row, starts, lengths, chunk_slots, decode_slots, decode_context)
         return Batch(
             index=index,
             token_ids=self._to_device(token_ids.astype(np.int64)),
@@ -116,6 +152,7 @@ class BatchBuilder:
                 self._chunk(int(slot), int(start), int(length), blocks, offsets, int(end))
                 for slot, start, length, end in zip(chunk_slots, starts, lengths, ends, strict=True)
             ),
+            chunk_slots=chunk_slots,
             gpu_kv_tokens=_selection(on_gpu, self._device),
             gpu_kv_places=KvPlaces.on(self._device, blocks[on_gpu], offsets[on_gpu]),
             gpu_decode_rows=slice(num_chunk_tokens, num_chunk_tokens + num_gpu_decodes),
@@ -131,7 +168,54 @@ class BatchBuilder:
             ),
             output_slots=np.concatenate([chunk_slots[finished], gpu_slots, cpu_slots]),
             gpu_attended_tokens=int(gpu_context.sum()),
-            cpu_attended_tokens=int((table.computed_tokens[cpu_slots] + 1).sum()),
+            cpu_attended_tokens=int(decode_context[num_gpu_decodes:].sum()),
+            prompt_rows=slice(0, num_chunk_tokens),
+            prompt_pass=prompt_pass,
+            last_pass=last_pass,
+        )
+
+    def _passes(
+        self,
+        first_row: int,
+        starts: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        chunk_slots: Slots,
+        decode_slots: Slots,
+        context: NDArray[np.int64],
+    ) -> tuple[CpuPass | None, CpuPass | None]:
+        """Of prompts by themselves, and of what comes through last; `context` [num_decodes] is that of the decodes."""
+        for_prompts, for_decodes = self._policy.prefill_cpu_layers, self._policy.decode_cpu_layers
+        num_prompt_tokens = int(lengths.sum())
+        num_tokens = num_prompt_tokens + len(decode_slots)
+        if for_decodes == 0 or num_tokens == 0:
+            return None, None
+        slots = np.concatenate([chunk_slots, decode_slots])
+        longest = int(np.concatenate([starts + lengths, context]).max())
+        stride = -(-longest // self._shape.block_tokens)
+        tables = self._lower_tables.of(self._table.block_tables[slots, :stride], self._table.tier[slots])
+        num_chunks = len(starts)
+
+        def through(num_layers: int, rows: slice, chunks: slice, decodes: slice, of_tables: slice) -> CpuPass | None:
+            if num_layers == 0 or rows.start == rows.stop:
+                return None
+            return CpuPass(
+                rows,
+                LayerBatch(
+                    first_row + rows.start,
+                    num_layers,
+                    chunk_starts=starts[chunks].astype(np.int32),
+                    chunk_tokens=lengths[chunks].astype(np.int32),
+                    context_tokens=context[decodes].astype(np.int32),
+                    block_tables=tables[of_tables],
+                ),
+            )
+
+        every, none = slice(None), slice(0, 0)
+        if for_prompts == for_decodes:
+            return None, through(for_decodes, slice(0, num_tokens), every, every, every)
+        return (
+            through(for_prompts, slice(0, num_prompt_tokens), every, none, slice(0, num_chunks)),
+            through(for_decodes, slice(num_prompt_tokens, num_tokens), none, every, slice(num_chunks, None)),
         )
 
     def _chunk(
@@ -146,12 +230,22 @@ class BatchBuilder:
         """`blocks` and `offsets` are those of the batch's tokens."""
         rows = slice(end_row - length, end_row)
         block_table = self._table.block_tables[slot] - int(self._table.first_block(np.array([slot]))[0])
+        lower_attention, lower_places = None, None
+        if self._policy.prefill_cpu_layers < self._policy.decode_cpu_layers:
+            one = np.array([slot])
+            table = self._lower_tables.of(self._table.block_tables[one], self._table.tier[one])[0]
+            lower_attention = self._backend.prefill(start, length, table)
+            positions = np.arange(start, start + length)
+            lower_blocks = table[positions // self._shape.block_tokens].astype(np.int64)
+            lower_places = KvPlaces.on(_HOST, lower_blocks, offsets[rows])
         return ChunkWork(
             rows=rows,
             attention=self._backend.prefill(start, length, block_table),
             on_host=bool(self._table.tier[slot] == Tier.HOST.value),
             host_places=KvPlaces.on(_HOST, blocks[rows], offsets[rows]),
             pool=int(self._table.pool[slot]),
+            lower_attention=lower_attention,
+            lower_places=lower_places,
         )
 
     def _cpu_work(self, slots: Slots, first_row: int, exchange_slot: int) -> tuple[CpuWork, ...]:

@@ -14,21 +14,27 @@ from neoflex.v1 import cpu_attention_pb2_grpc
 from svc_common.decoder.decoder import Decoder
 from svc_common.decoder.dtypes import dtype_name
 from svc_common.grpc_server import CHANNEL_OPTIONS
+from svc_common.policy import ExecutionPolicy
 from svc_common.tensor_plane import PlaneError, RegionShape, TensorPlane
 
 # A service on this host either listens or does not.
 _CONNECT_S = 1.0
 # The service reserves every page of the pool before it answers.
 _OPEN_REGION_S = 120.0
+# And loads its layers, tens of GB from a disk.
+_LOAD_LAYERS_S = 1200.0
 
 
 class CpuAttentionUnavailableError(Exception):
     """A CPU attention service could not be attached; the text says why."""
 
 
-def region_shape(decoder: Decoder, kv_shape: KvShape, limits: Limits) -> RegionShape:
-    """The attention that the executor wants computed."""
+def region_shape(
+    decoder: Decoder, kv_shape: KvShape, limits: Limits, policy: ExecutionPolicy | None = None, num_gpu_blocks: int = 0
+) -> RegionShape:
+    """The attention that the executor wants computed, and the policy's CPU layers."""
     spec = decoder.spec
+    cpu_layers = policy.decode_cpu_layers if policy else 0
     return RegionShape(
         num_layers=spec.num_layers,
         num_q_heads=spec.num_q_heads,
@@ -41,20 +47,24 @@ def region_shape(decoder: Decoder, kv_shape: KvShape, limits: Limits) -> RegionS
         softmax_scale=spec.softmax_scale,
         softcap=spec.attention_softcap,
         sliding_windows=tuple(layer.sliding_window for layer in spec.layers),
+        num_cpu_layers=cpu_layers,
+        num_gpu_blocks=num_gpu_blocks if cpu_layers else 0,
+        hidden_size=spec.hidden_size if cpu_layers else 0,
+        max_tokens=limits.max_batch_tokens if cpu_layers else 0,
     )
 
 
 async def attach_host_tier(
-    addresses: Sequence[str], epoch: int, shape: RegionShape
+    addresses: Sequence[str], epoch: int, shape: RegionShape, decoder: Decoder
 ) -> tuple[HostTier | None, tuple[str, ...]]:
     """All services that answer, None where none does; and by service why it is not attached, or nothing.
 
-    At the same time: each may have to reserve a large pool.
+    At the same time: each may have to reserve a large pool, and to load the layers that it is to compute.
     """
 
     async def attach(address: str) -> HostPool | str:
         try:
-            return await attach_pool(address, epoch, shape)
+            return await attach_pool(address, epoch, shape, decoder)
         except CpuAttentionUnavailableError as error:
             return str(error)
 
@@ -64,7 +74,7 @@ async def attach_host_tier(
     return HostTier(pools) if any(pools) else None, errors
 
 
-async def attach_pool(address: str, epoch: int, shape: RegionShape) -> HostPool:
+async def attach_pool(address: str, epoch: int, shape: RegionShape, decoder: Decoder) -> HostPool:
     """Raises CpuAttentionUnavailableError."""
     async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
         try:
@@ -74,7 +84,12 @@ async def attach_pool(address: str, epoch: int, shape: RegionShape) -> HostPool:
             raise CpuAttentionUnavailableError(f"nothing answers at {address}") from None
         stub = cpu_attention_pb2_grpc.CpuAttentionServiceStub(channel)  # type: ignore[no-untyped-call]
         try:
-            region = await stub.OpenRegion(pb.OpenRegionRequest(epoch=epoch, **asdict(shape)), timeout=_OPEN_REGION_S)
+            request = pb.OpenRegionRequest(epoch=epoch, **asdict(shape))
+            if shape.num_cpu_layers:
+                request.weight_dtype = dtype_name(decoder.weight_dtype)
+                request.model_digest = decoder.spec.digest
+            timeout_s = _LOAD_LAYERS_S if shape.num_cpu_layers else _OPEN_REGION_S
+            region = await stub.OpenRegion(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             raise CpuAttentionUnavailableError(f"{address}: {error.code().name}: {error.details()}") from error
     try:

@@ -1,7 +1,8 @@
 """Runs one plan start to end: state changes, swaps, layers, sampling. Holds all that an epoch's end drops."""
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -9,12 +10,24 @@ import torch
 from gpu_svc.attention import make_backend
 from gpu_svc.batch import Batch, BatchBuilder
 from gpu_svc.cohort import CohortSteps
+from gpu_svc.cpu_program import CpuProgram
 from gpu_svc.grammars import Grammars
 from gpu_svc.host_tier import HostTier
 from gpu_svc.kv_cache import GpuKvCache
 from gpu_svc.kv_layout import KvBlocks
+from gpu_svc.kv_swap import copy_blocks
 from gpu_svc.limits import InvalidPlanError, Limits
-from gpu_svc.pipeline import Stage, outputs, run_beside_cohort, run_layers
+from gpu_svc.link import Link
+from gpu_svc.lower_pool import LowerTables
+from gpu_svc.pipeline import (
+    Stage,
+    beside_cohort,
+    layers_in_order,
+    outputs,
+    run_above_cpu_layers,
+    run_beside_cohort,
+    run_layers,
+)
 from gpu_svc.profiler import Profiler
 from gpu_svc.prompt_logprobs import prompt_logprobs
 from gpu_svc.recorder import NullRecorder
@@ -31,6 +44,7 @@ from svc_common.plan import (
     Timings,
     TokenLogprobs,
 )
+from svc_common.policy import ExecutionPolicy
 from svc_common.tensor_plane import PeerLostError, Report
 from svc_common.trace import COHORT, TraceKind
 
@@ -71,29 +85,34 @@ class Epoch:
         decoder: Decoder,
         cache: GpuKvCache,
         host: HostTier | None,
+        link: Link,
+        policy: ExecutionPolicy,
         grammars: Grammars | None = None,
     ) -> None:
-        """Without `grammars` no sequence may have one."""
+        """`cache` and `host` are made for the policy's CPU layers. Without `grammars` no sequence may have one."""
         self.number = number
+        self.policy = policy
         self.last_iteration = 0
         self.cache = cache
         self.host = host
         self._limits = limits
         self._decoder = decoder
+        self._link = link
         shape = cache.shape
         host_pools = host.pool_blocks if host else ()
         self.table = SequenceTable(
             limits, shape.block_tokens, cache.num_blocks, host_pools, decoder.spec.vocab_size, grammars
         )
         self._backend = make_backend(decoder.spec, shape, decoder.dtype, decoder.device)
-        self._builder = BatchBuilder(self.table, self._backend, shape, decoder.device)
+        self._lower_tables = LowerTables(cache.num_blocks)
+        self._builder = BatchBuilder(self.table, self._backend, shape, decoder.device, policy, self._lower_tables)
         self._cohort_steps = CohortSteps(self.table, decoder.spec.num_layers)
         self._resting: tuple[Batch, torch.Tensor] | None = None
         """A cohort between two parts of its step, with its hidden states."""
 
     def profiler(self) -> Profiler:
         """Measures on this epoch's caches; before the first plan only, as it writes into blocks."""
-        return Profiler(self._limits, self._decoder, self.cache, self.host, self._backend)
+        return Profiler(self._limits, self._decoder, self.cache, self.host, self._backend, self._link, self.policy)
 
     def run(self, plan: IterationPlan, recorder: NullRecorder) -> IterationResult:
         """Raises InvalidPlanError before anything is computed, PlaneError when the host tier is lost.
@@ -103,6 +122,8 @@ class Epoch:
         """
         if plan.iteration != self.last_iteration + 1:
             raise InvalidPlanError(f"iteration {plan.iteration} follows {self.last_iteration}")
+        if plan.cohort is not None and self.policy.decode_cpu_layers:
+            raise InvalidPlanError("a cohort, but the CPU computes layers of all sequences in this epoch")
         if self.host is not None and not self.host.is_alive:
             raise PeerLostError("a CPU attention service is gone")
         self._cohort_steps.check_changes(plan)
@@ -112,15 +133,18 @@ class Epoch:
         recorder.mark(TraceKind.BOOKKEEPING)
         swap_ns = self._swap(moves)
         recorder.mark(TraceKind.SWAP)
+        first_rows = accumulate((sub_batch.num_tokens for sub_batch in plan.sub_batches), initial=0)
         batches = [
-            self._builder.build(sub_batch, index)
-            for index, sub_batch in enumerate(plan.sub_batches)
+            self._builder.build(sub_batch, index, first_row)
+            for (index, sub_batch), first_row in zip(enumerate(plan.sub_batches), first_rows, strict=False)
             if sub_batch.num_tokens
         ]
         part = self._part(plan.cohort) if plan.cohort else None
         waited_before_ns = self.host.wait_ns if self.host else 0
+        weights_before = self._decoder.traffic
         stages, reports = self._run_layers(batches, part, recorder)
         cpu_wait_ns = self.host.wait_ns - waited_before_ns if self.host else 0
+        weights = self._decoder.traffic
         for sub_batch in plan.sub_batches:
             self.table.advance(sub_batch)
         start_ns = time.perf_counter_ns()
@@ -130,7 +154,7 @@ class Epoch:
         recorder.mark(TraceKind.HEAD)
         self.last_iteration = plan.iteration
         done = [stage.batch for stage in stages]
-        block_bytes, token_bytes = self.cache.shape.host_block_bytes, self.cache.shape.host_token_bytes
+        moved_blocks = [len(blocks) * self._moved_block_bytes for blocks in (moves.to_host, moves.to_gpu)]
         return IterationResult(
             epoch=plan.epoch,
             iteration=plan.iteration,
@@ -144,10 +168,11 @@ class Epoch:
                 swap_ns=swap_ns,
                 head_ns=sampled.head_ns,
                 prompt_logprobs_ns=prompt_logprobs_ns,
+                weight_wait_ns=weights.wait_ns - weights_before.wait_ns,
+                weight_bytes=weights.num_bytes - weights_before.num_bytes,
             ),
-            swapped_out_bytes=len(moves.to_host) * block_bytes
-            + sum(batch.host_chunk_tokens for batch in done) * token_bytes,
-            swapped_in_bytes=len(moves.to_gpu) * block_bytes,
+            swapped_out_bytes=moved_blocks[0] + sum(map(self._prompt_bytes, done)),
+            swapped_in_bytes=moved_blocks[1],
             gpu_attended_tokens=sum(batch.gpu_attended_tokens for batch in done),
             cpu_attended_tokens=sum(batch.cpu_attended_tokens for batch in done),
             pool_work=self._pool_work(done, reports),
@@ -168,10 +193,28 @@ class Epoch:
         """All moves to the host, then all to the GPU, which may reuse the blocks. Nanoseconds."""
         start_ns = time.perf_counter_ns()
         if self.host is not None:
-            gpu, head_dim = KvBlocks(self.cache.blocks), self.cache.shape.head_dim
-            self.host.swap_out(gpu, moves.to_host, head_dim)
-            self.host.swap_in(gpu, moves.to_gpu, head_dim)
+            gpu, shape, cpu_layers = KvBlocks(self.cache.blocks), self.cache.shape, self.policy.decode_cpu_layers
+            if cpu_layers:
+                lower, tables = self.host.only_pool.lower, self._lower_tables
+                copy_blocks(lower, lower, tables.to_host(moves.to_host), shape.head_dim)
+            if cpu_layers < self._decoder.spec.num_layers:
+                self.host.swap(self._link, gpu, moves.to_host, moves.to_gpu, shape)
+            if cpu_layers:
+                copy_blocks(lower, lower, tables.to_gpu(moves.to_gpu), shape.head_dim)
         return time.perf_counter_ns() - start_ns
+
+    @property
+    def _moved_block_bytes(self) -> int:
+        """Of a swap, in the host's type: also the part that stays in host memory, in the lower pool, is copied."""
+        return replace(self.cache.shape, num_layers=self._decoder.spec.num_layers).host_block_bytes
+
+    def _prompt_bytes(self, batch: Batch) -> int:
+        """That prompts wrote to host memory."""
+        layer_bytes = self.cache.shape.host_layer_token_bytes
+        lower = self.policy.decode_cpu_layers - self.policy.prefill_cpu_layers
+        num_prompt_tokens = batch.prompt_rows.stop if self.policy.decode_cpu_layers else 0
+        upper = self.cache.shape.num_layers
+        return (batch.host_chunk_tokens * upper + num_prompt_tokens * lower) * layer_bytes
 
     def _part(self, step: CohortStep) -> CohortPart:
         if self._resting is not None:
@@ -186,17 +229,19 @@ class Epoch:
         And the report of each host pool that had work.
         """
         at_work = [*batches, part.batch] if part else batches
-        # Sub-batch 1 is submitted first in each layer, see pipeline.py.
-        for_cpu = [work for batch in reversed(at_work) for work in batch.cpu_work]
+        num_layers, cpu_layers = self._decoder.spec.num_layers, self.policy.decode_cpu_layers
+        program = CpuProgram.of(at_work, self.policy, num_layers)
         if self.host is not None:
             layers = part.layers if part else None
-            self.host.begin(for_cpu, self.table.pool_blocks_used, recorder.is_on, layers)
-        recorder.describe(at_work, part.layers.start if part else 0)
+            passing = [work for _, work in program.passing]
+            used = self.table.pool_blocks_used
+            self.host.begin(program.cpu_work, used, recorder.is_on, layers, passing, program.in_turn)
+        recorder.describe(at_work, program)
         stages = [recorder.stage(batch, self._decoder, self.cache, self.host) for batch in batches]
         first, second = [*stages, None, None][:2]
-        num_layers = self._decoder.spec.num_layers
         if part:
             cohort = recorder.stage(part.batch, self._decoder, self.cache, self.host, part.hidden)
+            self._decoder.begin(beside_cohort(part.layers, num_layers) if first else part.layers)
             recorder.mark(TraceKind.BOOKKEEPING)
             run_beside_cohort(first, cohort, part.layers, num_layers)
             self._resting = cohort.batch, cohort.hidden
@@ -204,15 +249,19 @@ class Epoch:
                 self._resting = None
                 stages.append(cohort)
         else:
+            self._decoder.begin(layers_in_order(stages, self.policy, num_layers))
             recorder.mark(TraceKind.BOOKKEEPING)
-            if first:
+            if self.host is not None and cpu_layers:
+                stage_of = {stage.batch.index: stage for stage in stages}
+                in_order = [stage_of[batch.index] for batch in program.order]
+                run_above_cpu_layers(in_order, self.host.only_pool, self.policy, num_layers, program.in_turn)
+            elif first:
                 run_layers(first, second, num_layers)
-        if self.host is None or not for_cpu:
+        if self.host is None or not program.has_work:
             return stages, {}
-        reports = self.host.finish(for_cpu)
+        reports = self.host.finish()
         busiest = max(reports, key=lambda pool: reports[pool].compute_ns)
-        order = [batch.index for batch in reversed(at_work) for work in batch.cpu_work if work.pool == busiest]
-        recorder.take_cpu_times(reports[busiest].times_ns, order)
+        recorder.take_cpu_events(reports[busiest].events, busiest)
         recorder.mark(TraceKind.REPORT)
         return stages, reports
 

@@ -7,17 +7,22 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from gpu_svc.device_memory import DeviceMemory, DoesNotFitError
 from gpu_svc.epoch import Epoch
 from gpu_svc.grammars import Grammars
 from gpu_svc.host_tier import HostTier
 from gpu_svc.kv_cache import GpuKvCache, KvShape
 from gpu_svc.limits import InvalidPlanError, Limits
+from gpu_svc.link import Link
+from gpu_svc.lower_pool import num_gpu_blocks
+from gpu_svc.placed_decoder import PlacedDecoder
 from gpu_svc.recorder import NO_RECORDER, Recorder
 from gpu_svc.tables import Tables
 from svc_common.decoder.decoder import Decoder
 from svc_common.plan import ExecutionError, IterationPlan, IterationResult, Tier
+from svc_common.policy import ExecutionPolicy
 from svc_common.tensor_plane import PlaneError
-from svc_common.trace import TraceKind
+from svc_common.trace import IterationTrace, TraceKind
 
 if TYPE_CHECKING:  # It needs Status, by way of wire.py.
     from gpu_svc.table_cache import TableCache
@@ -35,8 +40,12 @@ class Status:
     gpu_blocks_used: int
     host_blocks_used: int
     weight_bytes: int
+    """On the device."""
     gpu_kv_bytes: int
     cpu_attention_attached: bool
+    resident_layers: int = 0
+    streamed_bytes: int = 0
+    """Of weights that cross the link in each iteration."""
 
 
 class Executor:
@@ -52,25 +61,57 @@ class Executor:
         gpu_kv_bytes: int,
         table_cache: "TableCache | None" = None,
         grammars: Grammars | None = None,
+        link: Link | None = None,
+        host_kv_bytes: int = 0,
     ) -> None:
-        """`gpu_kv_bytes` caps the GPU's KV cache. Without `table_cache` operations are measured each time, without
-        `grammars` no sequence may have one.
+        """`gpu_kv_bytes` caps the GPU's KV cache, `host_kv_bytes` is what the CPU attention services have for KV.
+
+        Without `table_cache` operations are measured each time, without `grammars` no sequence may have one. Layers can
+        be streamed where `decoder` is a PlacedDecoder; any other has all of them on the device. Swaps cross `link`, by
+        default one that is as fast as copies go.
         """
         self.decoder = decoder
         self.kv_shape = kv_shape
         self.grammars = grammars
-        self.weight_bytes = decoder.weight_bytes
         self.last_epoch = 0
+        self.link_bytes_per_s = 0.0
+        """As it was measured; 0 before it was."""
+        self._placed = decoder if isinstance(decoder, PlacedDecoder) else None
+        self.resident_layers = decoder.spec.num_layers
+        self.streamed_layers = range(0)
+        self.weight_bytes = decoder.weight_bytes
+        if self._placed:
+            self._note_placement(self._placed.memory.most_resident(), 0)
+        self._link = link or Link()
         self._gpu_kv_cap_bytes = gpu_kv_bytes
+        self._host_kv_bytes = host_kv_bytes
         self._table_cache = table_cache
         self._epoch: Epoch | None = None
         self._last_end_ns = 0
         self._recorder = Recorder(decoder.spec.num_layers)
 
+    def fitting(self, policy: ExecutionPolicy) -> ExecutionPolicy:
+        """The policy, with fewer resident layers where so many don't fit. Raises DoesNotFitError where none do."""
+        if self._placed is None:
+            return policy
+        first = min(policy.prefill_cpu_layers, policy.decode_cpu_layers)
+        most = self._placed.memory.most_resident(first)
+        return replace(policy, resident_layers=min(policy.resident_layers, most))
+
+    def num_gpu_blocks(self, policy: ExecutionPolicy | None = None) -> int:
+        """Of the GPU's tier under a policy; with all layers on the device, those that fit under the cap."""
+        cpu_layers = policy.decode_cpu_layers if policy else 0
+        return num_gpu_blocks(self.kv_shape, self._gpu_kv_cap_bytes, self._host_kv_bytes, cpu_layers)
+
     @property
-    def num_gpu_blocks(self) -> int:
-        """Blocks that fit under the cap."""
-        return self._gpu_kv_cap_bytes // self.kv_shape.block_bytes
+    def memory(self) -> DeviceMemory | None:
+        """None where layers cannot be streamed."""
+        return self._placed.memory if self._placed else None
+
+    @property
+    def streamed_bytes(self) -> int:
+        """Of weights that cross the link in each iteration."""
+        return self._placed.memory.streamed_bytes(self.streamed_layers) if self._placed else 0
 
     def close_epoch(self) -> None:
         """Drops all sequences, the cache and the host tier."""
@@ -78,26 +119,76 @@ class Executor:
             self._epoch.host.close()
         self._epoch = None
 
-    def open_epoch(self, number: int, limits: Limits, host: HostTier | None) -> None:
-        """Starts afresh, with `host` attached where there is one."""
+    def close(self) -> None:
+        """Ends the epoch, the streaming of weights and the compiling of grammars."""
+        self.close_epoch()
+        if self._placed is not None:
+            self._placed.close()
+        if self.grammars is not None:
+            self.grammars.close()
+
+    def open_epoch(
+        self, number: int, limits: Limits, host: HostTier | None, policy: ExecutionPolicy | None = None
+    ) -> None:
+        """Starts afresh, with `host` attached where there is one; where the policy has CPU layers there is.
+
+        Without a policy as many layers as fit are resident, the others streamed. Raises DoesNotFitError for one that
+        asks for more, LayerFileError and CheckpointError where weights cannot be had.
+        """
         self.close_epoch()  # Both caches at once would exceed the cap.
-        cache = GpuKvCache(self.kv_shape, self._gpu_kv_cap_bytes, self.decoder.device)
-        self._epoch = Epoch(number, limits, self.decoder, cache, host, self.grammars)
+        self._place(policy)
+        policy = policy or ExecutionPolicy(self.resident_layers)
+        cpu_layers = policy.decode_cpu_layers
+        assert host is not None or cpu_layers == 0
+        shape, num_blocks = self.kv_shape.above(cpu_layers), self.num_gpu_blocks(policy)
+        cache = GpuKvCache(shape, num_blocks, self.decoder.device, cpu_layers)
+        self._epoch = Epoch(number, limits, self.decoder, cache, host, self._link, policy, self.grammars)
         self.last_epoch = number
         self._last_end_ns = time.perf_counter_ns()
+
+    def _place(self, policy: ExecutionPolicy | None) -> None:
+        num_layers = self.decoder.spec.num_layers
+        if self._placed is None:
+            on_cpu = min(policy.prefill_cpu_layers, policy.decode_cpu_layers) if policy else 0
+            if policy is not None and policy.resident_layers + on_cpu < num_layers:
+                raise DoesNotFitError("this executor keeps all layers on its device")
+            return
+        memory = self._placed.memory
+        resident = memory.most_resident() if policy is None else policy.resident_layers
+        first = min(policy.prefill_cpu_layers, policy.decode_cpu_layers) if policy else 0
+        memory.check(resident, first)
+        self._placed.place(range(first, num_layers - resident), resident)
+        self._note_placement(resident, first)
+        if self.streamed_layers:
+            logger.info(
+                "%d of %d layers lie on the device, %d are streamed, %d bytes in each iteration",
+                resident,
+                num_layers,
+                len(self.streamed_layers),
+                self.streamed_bytes,
+            )
+
+    def _note_placement(self, resident: int, first_streamed: int) -> None:
+        assert self._placed is not None
+        self.resident_layers = resident
+        self.streamed_layers = range(first_streamed, self.decoder.spec.num_layers - resident)
+        self.weight_bytes = self._placed.memory.weight_bytes(resident)
 
     def profile(self) -> Tables:
         """Of an epoch that has run no plan. Raises PlaneError when the host tier is lost."""
         assert self._epoch is not None
         assert self._epoch.last_iteration == 0
         profiler = self._epoch.profiler()
-        tables = self._table_cache.load(profiler.facts()) if self._table_cache else None
+        facts = {**profiler.facts(), "resident_layers": self.resident_layers}
+        tables = self._table_cache.load(facts) if self._table_cache else None
         if tables is None:
             start_s = time.perf_counter()
-            tables = profiler.measure()
+            with self.decoder.measuring():
+                tables = profiler.measure()
             logger.info("operations measured in %.1f s", time.perf_counter() - start_s)
             if self._table_cache:
-                self._table_cache.store(profiler.facts(), tables)
+                self._table_cache.store(facts, tables)
+        self.link_bytes_per_s = tables.link_bytes_per_s
         self._last_end_ns = time.perf_counter_ns()
         return tables
 
@@ -130,8 +221,12 @@ class Executor:
         return replace(
             result,
             timings=replace(result.timings, total_ns=end_ns - start_ns, idle_ns=idle_ns),
-            trace=self._recorder.trace(plan, end_ns) if plan.trace else None,
+            trace=self._trace(plan, start_ns, end_ns) if plan.trace else None,
         )
+
+    def _trace(self, plan: IterationPlan, start_ns: int, end_ns: int) -> IterationTrace:
+        copied = self._placed.copied_since(start_ns) if self._placed else []
+        return self._recorder.trace(plan, end_ns, copied)
 
     def fail(self, epoch: int, iteration: int, kind: ExecutionError, message: str) -> IterationResult:
         """Ends the epoch; closing the plane also ends what the CPU attention service still waits for."""
@@ -145,7 +240,8 @@ class Executor:
         """From any thread; values may be an iteration apart."""
         epoch = self._epoch
         if epoch is None:
-            return Status(self.last_epoch, 0, 0, 0, 0, self.weight_bytes, 0, False)
+            resident, streamed_bytes = self.resident_layers, self.streamed_bytes
+            return Status(self.last_epoch, 0, 0, 0, 0, self.weight_bytes, 0, False, resident, streamed_bytes)
         return Status(
             epoch=epoch.number,
             last_iteration=epoch.last_iteration,
@@ -155,6 +251,8 @@ class Executor:
             weight_bytes=self.weight_bytes,
             gpu_kv_bytes=epoch.cache.num_bytes,
             cpu_attention_attached=epoch.host is not None and epoch.host.is_alive,
+            resident_layers=self.resident_layers,
+            streamed_bytes=self.streamed_bytes,
         )
 
 

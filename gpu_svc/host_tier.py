@@ -14,14 +14,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpu_svc.kv_cache import KvPlaces, write_kv
+from gpu_svc.kv_cache import KvPlaces, KvShape, write_kv
 from gpu_svc.kv_layout import KvBlocks
-from gpu_svc.kv_swap import BlockMoves, copy_blocks
+from gpu_svc.kv_swap import BlockMoves, cross
 from gpu_svc.limits import Int32Array
-from svc_common.tensor_plane import CpuSubBatch, Report, TensorPlane
+from gpu_svc.link import Link
+from svc_common.tensor_plane import CpuSubBatch, LayerBatch, Report, TensorPlane
 
 # Far longer than the CPU attends for in one layer; the service's death is noticed long before.
 _TIMEOUT_S = 5.0
+# The same for a batch on its way through the CPU layers, and for attention, which may have to wait for one of them.
+_LAYERS_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +51,19 @@ class HostPool:
     def __init__(self, plane: TensorPlane, num_threads: int) -> None:
         self._plane = plane
         self._number = 0
+        self.has_work = False
+        """Since `begin`."""
+        self._place_of: dict[int, int] = {}  # of this iteration's layer batches
         self.num_threads = num_threads
         self.num_blocks = plane.num_blocks
-        scales = None if plane.scales is None else torch.from_numpy(plane.scales)
-        self.blocks = KvBlocks(_as_tensor(plane.pool), scales)
-        """The shared pool, all layers."""
+        self.blocks = _as_blocks(plane.pool, plane.scales)
+        """The shared pool, all layers but those that the CPU computes."""
+        self.lower = _as_blocks(plane.lower, plane.lower_scales)
+        """The lower pool: those layers, for both tiers; see lower_pool.py."""
+        self.first_layer = len(plane.lower)
+        """Of `blocks`."""
+        self._hidden = torch.from_numpy(plane.hidden)
+        self._timeout_s = _LAYERS_TIMEOUT_S if self.first_layer else _TIMEOUT_S
         self._exchange = [
             tuple(map(_as_tensor, (plane.q(slot), plane.k(slot), plane.v(slot), plane.out(slot)))) for slot in range(2)
         ]
@@ -61,22 +72,32 @@ class HostPool:
 
     @property
     def wait_ns(self) -> int:
-        """Spent in `wait` and `finish` so far."""
+        """Spent in `wait`, `take_hidden` and `finish` so far."""
         return self._plane.wait_ns + self._finish_ns
 
     def begin(
-        self, work: Sequence[CpuWork], num_blocks_used: int, trace: bool = False, layers: range | None = None
+        self,
+        work: Sequence[CpuWork],
+        num_blocks_used: int,
+        trace: bool = False,
+        layers: range | None = None,
+        layer_batches: Sequence[LayerBatch] = (),
+        in_turn: bool = False,
     ) -> None:
-        """Describes an iteration: its CPU decodes in the order in which each of `layers`, or of all, submits them.
+        """Describes an iteration: its CPU decodes in the order in which they are submitted, and the batches that pass
+        the CPU layers. Without any it says at most how many blocks are in use.
 
-        Without any it says at most how many blocks are in use.
+        Each of `layers`, or of all, submits the decodes of one sub-batch after the other; or, `in_turn`, all layers of
+        one sub-batch come before those of the next.
         """
-        if not work and num_blocks_used == self._announced_blocks:
+        self.has_work = bool(work or layer_batches)
+        if not self.has_work and num_blocks_used == self._announced_blocks:
             return
         self._announced_blocks = num_blocks_used
         self._number += 1
+        self._place_of = {id(batch): place for place, batch in enumerate(layer_batches)}
         sub_batches = [CpuSubBatch(part.slot, part.context_tokens, part.block_tables) for part in work]
-        self._plane.begin(self._number, sub_batches, num_blocks_used, trace, layers)
+        self._plane.begin(self._number, sub_batches, num_blocks_used, trace, layers, layer_batches, in_turn)
 
     def submit(self, slot: int, q: Tensor, kv: Tensor, rows: slice) -> None:
         """Hands over rows of q [n, num_q_heads, head_dim] and kv [n, 2, num_kv_heads, head_dim]: the slot's next layer.
@@ -97,21 +118,41 @@ class HostPool:
         """Writes the attention of this slot's last submit to rows of out [n, num_q_heads, head_dim]."""
         num = rows.stop - rows.start
         if out.is_cpu:
-            self._plane.wait_rows(slot, out, rows.start, num, _TIMEOUT_S)
+            self._plane.wait_rows(slot, out, rows.start, num, self._timeout_s)
             return
-        self._plane.wait(slot, _TIMEOUT_S)
+        self._plane.wait(slot, self._timeout_s)
         out[rows].copy_(self._exchange[slot][3][:num])
 
+    def put_hidden(self, batch: LayerBatch, hidden: Tensor) -> None:
+        """Hands over hidden [n, hidden_size] for the CPU layers; `submit_layers` rings for all."""
+        self._rows(batch).copy_(hidden)
+
+    def submit_layers(self) -> None:
+        """Once all batches are put that `begin` named."""
+        self._plane.submit_layers()
+
+    def take_hidden(self, batch: LayerBatch, hidden: Tensor) -> None:
+        """Waits for one of those batches and writes what the CPU layers made of it to hidden [n, hidden_size]."""
+        self._plane.wait_layers(self._place_of[id(batch)], self._timeout_s)
+        hidden.copy_(self._rows(batch))
+
+    def _rows(self, batch: LayerBatch) -> Tensor:
+        return self._hidden[batch.first_row : batch.first_row + batch.num_tokens]
+
     def finish(self) -> Report:
-        """Ends an iteration that had CPU decodes."""
+        """Ends an iteration that had work for the CPU."""
         start = time.perf_counter_ns()
-        report = self._plane.finish(_TIMEOUT_S)
+        report = self._plane.finish(self._timeout_s)
         self._finish_ns += time.perf_counter_ns() - start
         return report
 
+    def layer(self, layer: int) -> KvBlocks:
+        """Blocks of a layer of the model: of the lower pool, where it is one of the CPU's."""
+        return self.lower[layer] if layer < self.first_layer else self.blocks[layer - self.first_layer]
+
     def write(self, layer: int, places: KvPlaces, kv: Tensor) -> None:
-        """Stores a prefill chunk's kv [n, 2, num_kv_heads, head_dim]; `places` are the CPU's."""
-        write_kv(self.blocks[layer], places, kv.cpu())
+        """Stores a prefill chunk's kv [n, 2, num_kv_heads, head_dim]; `places` are the CPU's, in that layer's pool."""
+        write_kv(self.layer(layer), places, kv.cpu())
 
     @property
     def is_alive(self) -> bool:
@@ -120,7 +161,8 @@ class HostPool:
     def close(self) -> None:
         """Gives the pool up; memory is unmapped once the last tensor on it is gone."""
         self._plane.close()
-        self.blocks = KvBlocks(torch.empty(0))
+        self.blocks = self.lower = KvBlocks(torch.empty(0))
+        self._hidden = torch.empty(0)
         self._exchange = []
 
 
@@ -144,8 +186,14 @@ class HostTier:
         return pool
 
     @property
+    def only_pool(self) -> HostPool:
+        """The one whose service computes CPU layers: where there are such layers there is no other."""
+        assert len(self.pools) == 1
+        return self.pool(0)
+
+    @property
     def wait_ns(self) -> int:
-        """Spent in `wait` and `finish` so far."""
+        """Spent in `wait`, `take_hidden` and `finish` so far."""
         return sum([pool.wait_ns for pool in self._attached])
 
     def begin(
@@ -154,11 +202,15 @@ class HostTier:
         blocks_used: Sequence[int],
         trace: bool = False,
         layers: range | None = None,
+        layer_batches: Sequence[LayerBatch] = (),
+        in_turn: bool = False,
     ) -> None:
-        """Describes an iteration to all services; `work` as for HostPool, `blocks_used` by pool."""
+        """Describes an iteration to all services, as HostPool does; `blocks_used` by pool."""
+        assert not layer_batches or len(self.pools) == 1
         for number, pool in enumerate(self.pools):
             if pool:
-                pool.begin([part for part in work if part.pool == number], blocks_used[number], trace, layers)
+                own = [part for part in work if part.pool == number]
+                pool.begin(own, blocks_used[number], trace, layers, layer_batches, in_turn)
 
     def submit(self, work: Sequence[CpuWork], q: Tensor, kv: Tensor) -> None:
         """Hands one sub-batch's rows of q [n, num_q_heads, head_dim] and kv [n, 2, num_kv_heads, head_dim] over."""
@@ -170,19 +222,18 @@ class HostTier:
         for part in work:
             self.pool(part.pool).wait(part.slot, out, part.rows)
 
-    def finish(self, work: Sequence[CpuWork]) -> dict[int, Report]:
-        """Ends an iteration that had such work; reports by pool."""
-        return {number: self.pool(number).finish() for number in sorted({part.pool for part in work})}
+    def finish(self) -> dict[int, Report]:
+        """Ends an iteration: reports by pool, of those that had work."""
+        return {number: pool.finish() for number, pool in enumerate(self.pools) if pool and pool.has_work}
 
-    def swap_out(self, gpu: KvBlocks, moves: BlockMoves, head_dim: int) -> None:
-        """Copies blocks of the GPU to the host; done when it returns."""
-        for pool, part, blocks in self._by_pool(moves.target):
-            copy_blocks(gpu, pool.blocks, BlockMoves(moves.source[part], blocks, moves.num_tokens[part]), head_dim)
-
-    def swap_in(self, gpu: KvBlocks, moves: BlockMoves, head_dim: int) -> None:
-        """The other way."""
-        for pool, part, blocks in self._by_pool(moves.source):
-            copy_blocks(pool.blocks, gpu, BlockMoves(blocks, moves.target[part], moves.num_tokens[part]), head_dim)
+    def swap(self, link: Link, gpu: KvBlocks, to_host: BlockMoves, to_gpu: BlockMoves, shape: KvShape) -> None:
+        """All moves to the host, then all to the GPU, which may reuse the blocks; done when it returns."""
+        for pool, part, blocks in self._by_pool(to_host.target):
+            moves = BlockMoves(to_host.source[part], blocks, to_host.num_tokens[part])
+            cross(link.to_host, gpu, pool.blocks, moves, shape)
+        for pool, part, blocks in self._by_pool(to_gpu.source):
+            moves = BlockMoves(blocks, to_gpu.target[part], to_gpu.num_tokens[part])
+            cross(link.to_device, pool.blocks, gpu, moves, shape)
 
     def _by_pool(self, blocks: Int32Array) -> Iterator[tuple[HostPool, NDArray[np.bool_], Int32Array]]:
         """(pool, which of the blocks lie there, their numbers in it)"""
@@ -200,6 +251,10 @@ class HostTier:
         """Gives all pools up."""
         for pool in self._attached:
             pool.close()
+
+
+def _as_blocks(pool: NDArray[np.generic], scales: NDArray[np.generic] | None) -> KvBlocks:
+    return KvBlocks(_as_tensor(pool), None if scales is None else torch.from_numpy(scales))
 
 
 def _as_tensor(array: NDArray[np.generic]) -> Tensor:

@@ -4,7 +4,7 @@ Both tiers have the shape [num_layers, num_blocks, 2, num_kv_heads, block_tokens
 block of each type: kv_layout.py.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -49,15 +49,24 @@ class KvShape:
         return self._token_numbers * self.dtype.itemsize * self.block_tokens
 
     @property
+    def host_layer_token_bytes(self) -> int:
+        """K and V of one token in one layer on the host, without scales."""
+        return 2 * self.num_kv_heads * self.head_dim * self.host_dtype.itemsize
+
+    @property
     def host_token_bytes(self) -> int:
         """K and V of one token over all layers on the host, without scales."""
-        return self._token_numbers * self.host_dtype.itemsize
+        return self.num_layers * self.host_layer_token_bytes
 
     @property
     def host_block_bytes(self) -> int:
         """One block over all layers on the host, scales included."""
         num_scales = 2 * self.num_layers * self.num_kv_heads if self.host_dtype == torch.int8 else 0
         return self.host_token_bytes * self.block_tokens + num_scales * _SCALE_BYTES
+
+    def above(self, cpu_layers: int) -> "KvShape":
+        """Of a block without the first layers, whose KV is not in the tier's pool; of no layers it takes no bytes."""
+        return replace(self, num_layers=self.num_layers - cpu_layers)
 
     def blocks(self, num_blocks: int) -> tuple[int, ...]:
         """Shape of a cache."""
@@ -85,11 +94,12 @@ class KvPlaces:
 
 
 class GpuKvCache:
-    """The cache on the device, within a cap of bytes."""
+    """The cache on the device, of all layers or of those from `first_layer` on."""
 
-    def __init__(self, shape: KvShape, cap_bytes: int, device: torch.device) -> None:
+    def __init__(self, shape: KvShape, num_blocks: int, device: torch.device, first_layer: int = 0) -> None:
         self.shape = shape
-        self.num_blocks = cap_bytes // shape.block_bytes
+        self.num_blocks = num_blocks
+        self.first_layer = first_layer
         # Zeroed: attention multiplies the unused tail of a block by 0, which must not meet a NaN.
         self.blocks = torch.zeros(shape.blocks(self.num_blocks), dtype=shape.dtype, device=device)
 
@@ -97,12 +107,16 @@ class GpuKvCache:
     def num_bytes(self) -> int:
         return self.blocks.nbytes
 
+    def layer(self, layer: int) -> Tensor:
+        """[num_blocks, 2, num_kv_heads, block_tokens * head_dim] of a layer of the model."""
+        return self.blocks[layer - self.first_layer]
+
     def write(self, layer: int, places: KvPlaces, kv: Tensor) -> None:
-        """Stores kv [n, 2, num_kv_heads, head_dim]."""
+        """Stores kv [n, 2, num_kv_heads, head_dim] in a layer of the model."""
         if places.index is None:
-            write_kv(KvBlocks(self.blocks[layer]), places, kv)
+            write_kv(KvBlocks(self.layer(layer)), places, kv)
         else:
-            write_kv_by_index(self.blocks[layer], *places.index, kv)
+            write_kv_by_index(self.layer(layer), *places.index, kv)
 
 
 def write_kv(layer: KvBlocks, places: KvPlaces, kv: Tensor) -> None:

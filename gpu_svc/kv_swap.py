@@ -1,12 +1,16 @@
 """Copies blocks between the tiers, from one type to the other where these differ."""
 
+import time
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from gpu_svc.kv_cache import KvShape
 from gpu_svc.kv_layout import KvBlocks, by_token, to_blocks
 from gpu_svc.limits import Int32Array
+from gpu_svc.link import Lane
 from svc_common import cpu_kernels
 from svc_common.decoder.threads import cpu_threads
 
@@ -24,6 +28,13 @@ class BlockMoves:
 
     def __len__(self) -> int:
         return len(self.source)
+
+
+def cross(lane: Lane, source: KvBlocks, target: KvBlocks, moves: BlockMoves, shape: KvShape) -> None:
+    """Moves between the tiers, one direction. What travels is in the host's type."""
+    if len(moves):
+        copy = partial(copy_blocks, source, target, moves, shape.head_dim)
+        lane.pace(len(moves) * shape.host_block_bytes, time.perf_counter(), copy)
 
 
 def copy_blocks(source: KvBlocks, target: KvBlocks, moves: BlockMoves, head_dim: int) -> None:

@@ -6,7 +6,7 @@ it, time is linear in what still grows, and start-up must not take minutes.
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import cycle
 
@@ -16,12 +16,15 @@ from torch import Tensor
 
 from gpu_svc.attention import AttentionBackend, DecodeAttention
 from gpu_svc.batch import BatchBuilder
+from gpu_svc.cpu_layer_profiler import CpuLayerProfiler
 from gpu_svc.cpu_trip import CpuTrip, cpu_trip, noise
 from gpu_svc.host_tier import HostPool, HostTier
 from gpu_svc.kv_cache import GpuKvCache, KvPlaces
 from gpu_svc.kv_layout import KvBlocks
-from gpu_svc.kv_swap import BlockMoves, copy_blocks
+from gpu_svc.kv_swap import BlockMoves, copy_blocks, cross
 from gpu_svc.limits import Int32Array, Limits
+from gpu_svc.link import Link
+from gpu_svc.lower_pool import LowerTables
 from gpu_svc.measured import lesser, points, steps
 from gpu_svc.pipeline import Stage, outputs, run_layers
 from gpu_svc.sampling import SamplingRows, sample
@@ -31,9 +34,14 @@ from gpu_svc.tables import Tables
 from svc_common.decoder.decoder import Decoder, Workspace
 from svc_common.model.spec import LayerSpec
 from svc_common.plan import IterationPlan, Mode, NewSequence, Sampling, SubBatch, Tier
+from svc_common.policy import ExecutionPolicy
 
+_NO_CPU_LAYERS = ExecutionPolicy(resident_layers=0)
 _FACTOR_POINTS = 3
 _SWAP_BYTES = 16 * 2**20
+_LINK_BYTES = 64 * 2**20
+_LINK_S = 0.05
+"""Of crossing an emulated link, at most."""
 _ITERATION_SEQUENCES = 4  # A point of all tables, as is 1.
 
 
@@ -46,6 +54,8 @@ class Profiler:
     cache: GpuKvCache
     host: HostTier | None
     backend: AttentionBackend
+    link: Link
+    policy: ExecutionPolicy
 
     @property
     def _watch(self) -> Stopwatch:
@@ -79,6 +89,7 @@ class Profiler:
             "gpu_blocks": self.cache.num_blocks,
             "host_pools": [(pool.num_blocks, pool.num_threads) if pool else None for pool in self._pools],
             "limits": asdict(self.limits),
+            "cpu_layers": [self.policy.prefill_cpu_layers, self.policy.decode_cpu_layers],
         }
 
     @torch.inference_mode()
@@ -89,6 +100,12 @@ class Profiler:
         pool = self._pool
         trips = [*self._cpu_trips(pool), *self._cpu_trips(pool)] if pool else []
         attention = lesser(lambda: ((t.num_sequences, t.context_tokens, t.attention_s) for t in trips))
+        cpu_linear: dict[tuple[int, ...], float] = {}
+        cpu_prefill: dict[tuple[int, ...], float] = {}
+        if layers := self._cpu_layers():
+            cpu_linear, cpu_prefill = lesser(layers.linear), lesser(layers.prefill)
+            # Where no layer is left above, attention is measured in these.
+            attention = attention or lesser(layers.decode)
         copies = lesser(lambda: ((t.num_sequences, t.copy_s) for t in trips))
         return Tables(
             linear=points(linear),
@@ -99,14 +116,40 @@ class Profiler:
             swap_bytes_per_s=self._swap_bytes_per_s(),
             iteration_s=self._iteration_s(linear, decode, head),
             cpu_copy=points(copies),
+            link_bytes_per_s=self._link_bytes_per_s(),
             cpu_signal_s=statistics.median(trip.signal_s for trip in trips) if trips else 0.0,
             cpu_pool_factors=tuple(map(self._pool_factor, self._pools)) if len(self._pools) > 1 else (),
+            cpu_linear=points(cpu_linear),
+            cpu_prefill=points(cpu_prefill),
+        )
+
+    @property
+    def _gpu_layers(self) -> range:
+        """That the executor computes of anything."""
+        return range(self.policy.prefill_cpu_layers, self.decoder.spec.num_layers)
+
+    @property
+    def _upper_layers(self) -> range:
+        """That the executor computes of everything, and whose KV is in the tiers' own pools."""
+        return range(self.policy.decode_cpu_layers, self.decoder.spec.num_layers)
+
+    def _cpu_layers(self) -> CpuLayerProfiler | None:
+        if self.host is None or self.policy.decode_cpu_layers == 0:
+            return None
+        pool = self.host.only_pool
+        return CpuLayerProfiler(
+            pool,
+            self.policy.decode_cpu_layers,
+            self.decoder.spec.hidden_size,
+            self.cache.shape.block_tokens,
+            self.cache.num_blocks + pool.num_blocks,
+            self.limits,
         )
 
     def _linear(self) -> Iterator[tuple[int, float]]:
         """Layer after layer, so that weights come from memory as in an iteration; K and V are stored as well."""
         spec, device = self.decoder.spec, self.decoder.device
-        for num_tokens in steps(1, self.limits.max_batch_tokens, 2):
+        for num_tokens in steps(1, self.limits.max_batch_tokens, 2) if self._gpu_layers else ():
             hidden = self._noise(num_tokens, spec.hidden_size)
             workspace = self.decoder.workspace(torch.arange(num_tokens, device=device))
             attended = self._noise(num_tokens, spec.num_q_heads, spec.head_dim)
@@ -121,17 +164,18 @@ class Profiler:
         self, hidden: Tensor, workspace: Workspace, attended: Tensor, places: KvPlaces | None, layer: int
     ) -> None:
         self.decoder.pre_attention(layer, hidden, workspace)
-        if places is not None:
+        if places is not None and layer >= self.cache.first_layer:
             self.cache.write(layer, places, workspace.kv)
         self.decoder.post_attention(layer, attended, hidden)
 
     def _prefill(self) -> Iterator[tuple[int, int, float]]:
         spec, block_tokens = self.decoder.spec, self.cache.shape.block_tokens
         longest = min(self.limits.max_batch_tokens, self.limits.max_sequence_tokens)
-        layer_blocks = self.cache.blocks[0]
-        if not self.cache.num_blocks:
+        if self.cache.num_blocks and self._upper_layers:
+            layer_blocks = self.cache.blocks[0]
+        else:
             layer_blocks = self._noise(1, *self.cache.blocks.shape[2:]).to(self.cache.shape.dtype)
-        for chunk_tokens in steps(1, longest, 4):
+        for chunk_tokens in steps(1, longest, 4) if self._gpu_layers else ():
             q = self._noise(chunk_tokens, spec.num_q_heads, spec.head_dim)
             out = torch.empty_like(q)
             most_past = self.limits.max_sequence_tokens - chunk_tokens
@@ -147,18 +191,20 @@ class Profiler:
 
     def _gpu_decode(self) -> Iterator[tuple[int, int, float]]:
         spec = self.decoder.spec
+        if not self._upper_layers:
+            return
         for num_sequences, context_tokens, tables in self._decode_grid(self.cache.num_blocks):
             q = self._noise(num_sequences, spec.num_q_heads, spec.head_dim)
             out = torch.empty_like(q)
             attention = self.backend.decode(np.full(num_sequences, context_tokens, np.int64), tables)
-            seconds = self._layer_s(partial(self._run_decode, attention, q, out))
+            seconds = self._layer_s(partial(self._run_decode, attention, q, out), self._upper_layers)
             yield num_sequences, num_sequences * context_tokens, seconds
 
     def _run_decode(self, attention: DecodeAttention, q: Tensor, out: Tensor, layer: int) -> None:
-        attention.run(layer, q, self.cache.blocks[layer], out)
+        attention.run(layer, q, self.cache.layer(layer), out)
 
     def _cpu_trips(self, pool: HostPool) -> Iterator[CpuTrip]:
-        for load in self._decode_grid(pool.num_blocks):
+        for load in self._decode_grid(pool.num_blocks) if self._upper_layers else ():
             yield cpu_trip(self.decoder, pool, *load)
 
     def _pool_factor(self, pool: HostPool | None) -> float:
@@ -196,7 +242,7 @@ class Profiler:
         spec = self.decoder.spec
         workspace = self.decoder.workspace(torch.zeros(1, dtype=torch.int64, device=self.decoder.device))
         hidden, attended = self._noise(1, spec.hidden_size), self._noise(1, spec.num_q_heads, spec.head_dim)
-        for layer in range(spec.num_layers):
+        for layer in self._gpu_layers:
             self._run_linear(hidden, workspace, attended, None, layer)
 
     def _run_head(self, hidden: Tensor, rows: SamplingRows) -> None:
@@ -208,17 +254,32 @@ class Profiler:
         if pool is None or not self.cache.num_blocks:
             return 0.0
         shape = self.cache.shape
-        block_bytes = shape.host_block_bytes
+        # All layers of a block move, those in the lower pool within host memory.
+        block_bytes = replace(shape, num_layers=self.decoder.spec.num_layers).host_block_bytes
         num_blocks = min(self.cache.num_blocks, pool.num_blocks, max(1, _SWAP_BYTES // block_bytes))
         blocks = np.arange(num_blocks, dtype=np.int32)
         moves = BlockMoves(blocks, blocks, np.full(num_blocks, shape.block_tokens, np.int32))
-        gpu, host = KvBlocks(self.cache.blocks), pool.blocks
+        gpu, host, lower = KvBlocks(self.cache.blocks), pool.blocks, pool.lower
+        tables = LowerTables(self.cache.num_blocks)
 
         def there_and_back() -> None:
-            copy_blocks(gpu, host, moves, shape.head_dim)
-            copy_blocks(host, gpu, moves, shape.head_dim)
+            if self.policy.decode_cpu_layers:
+                copy_blocks(lower, lower, tables.to_host(moves), shape.head_dim)
+                copy_blocks(lower, lower, tables.to_gpu(moves), shape.head_dim)
+            if self._upper_layers:
+                cross(self.link.to_host, gpu, host, moves, shape)
+                cross(self.link.to_device, host, gpu, moves, shape)
 
         return 2 * num_blocks * block_bytes / self._watch.least_s(there_and_back)
+
+    def _link_bytes_per_s(self) -> float:
+        """As weights cross it."""
+        lane, device = self.link.to_device, self.decoder.device
+        num_bytes = min(_LINK_BYTES, round(lane.bytes_per_s * _LINK_S) or _LINK_BYTES)
+        source = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        target = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        cross_once = partial(lane.carry, num_bytes, lambda piece: target[piece].copy_(source[piece]))
+        return num_bytes / self._watch.least_s(cross_once)
 
     def _iteration_s(
         self,
@@ -236,7 +297,7 @@ class Profiler:
         new = tuple(NewSequence(i, (0,), Tier.GPU, (i,), Sampling(temperature=1.0)) for i in range(num))
         table.apply(IterationPlan(1, 1, Mode.GPU_ONLY, new_sequences=new))
         table.prompt_tokens[:] = 0  # As if all of its tokens were generated.
-        builder = BatchBuilder(table, self.backend, cache.shape, self.decoder.device)
+        builder = BatchBuilder(table, self.backend, cache.shape, self.decoder.device, _NO_CPU_LAYERS, LowerTables(0))
         work = SubBatch(gpu_decodes=tuple(range(num)))
         plan = IterationPlan(1, 2, Mode.GPU_ONLY, sub_batches=(work,))
 
@@ -255,7 +316,7 @@ class Profiler:
             table.take_tokens(slots, tokens)
 
         prepare_s = watch.least_s(prepare)
-        if not cache.num_blocks:
+        if not cache.num_blocks or self.policy.decode_cpu_layers:
             return prepare_s
         layer_s = linear[num,] + decode[num, num * context_tokens]
         return max(prepare_s, watch.least_s(run) - self.decoder.spec.num_layers * layer_s - head[num,])
@@ -263,18 +324,21 @@ class Profiler:
     def _noise(self, *shape: int) -> Tensor:
         return noise(self.decoder, *shape)
 
-    def _layer_s(self, run: Callable[[int], object]) -> float:
-        """What `run` takes in a layer, layer after layer; the mean, where they differ in windows or experts."""
+    def _layer_s(self, run: Callable[[int], object], layers: range | None = None) -> float:
+        """What `run` takes in one of `layers`, or of all that the executor computes, layer after layer; the mean, where
+        they differ in windows or experts.
+        """
         spec = self.decoder.spec
+        layers = layers or self._gpu_layers
         kinds: dict[LayerSpec, list[int]] = {}
-        for layer in range(spec.num_layers):
+        for layer in layers:
             kinds.setdefault(spec.layer(layer), []).append(layer)
 
-        def kind_s(layers: list[int]) -> float:
-            order = cycle(layers)
+        def kind_s(of_kind: list[int]) -> float:
+            order = cycle(of_kind)
             return self._watch.least_s(lambda: run(next(order)))
 
-        return sum(len(layers) * kind_s(layers) for layers in kinds.values()) / spec.num_layers
+        return sum(len(of_kind) * kind_s(of_kind) for of_kind in kinds.values()) / len(layers)
 
 
 def _default_rows(num_rows: int) -> SamplingRows:

@@ -12,14 +12,17 @@ import numpy as np
 from torch import Tensor
 
 from gpu_svc.batch import Batch
+from gpu_svc.cpu_program import CpuProgram
 from gpu_svc.host_tier import HostTier
 from gpu_svc.kv_cache import GpuKvCache
 from gpu_svc.pipeline import Stage
+from gpu_svc.weight_stream import Copied
 from svc_common.decoder.decoder import Decoder
 from svc_common.plan import IterationPlan
+from svc_common.tensor_plane import EventKind, WorkEvent
 from svc_common.trace import IterationTrace, TracedSubBatch, TraceEvents, TraceKind
 
-_MAX_EVENTS_PER_LAYER = 2 * 6  # Two sub-batches, or one and a cohort; six kinds.
+_MAX_EVENTS_PER_LAYER = 2 * 7  # Two sub-batches, or one and a cohort; seven kinds.
 _MAX_EVENTS_BESIDE = 16
 
 
@@ -36,14 +39,15 @@ class NullRecorder:
     ) -> Stage:
         return Stage(batch, decoder, cache, host, hidden)
 
-    def describe(self, batches: Sequence[Batch], cpu_layer: int) -> None:
-        """Batches with work, and the CPU's first layer."""
+    def describe(self, batches: Sequence[Batch], program: CpuProgram) -> None:
+        """Batches with work, and which of it is the CPU's."""
 
-    def take_cpu_times(self, times_ns: Sequence[int], order: Sequence[int]) -> None:
-        """As in the plane's Report, of a service that gets these batches' work in this order."""
+    def take_cpu_events(self, events: Sequence[tuple[int, int, int, int]], pool: int) -> None:
+        """As in the plane's Report, of that host pool's service."""
 
 
 NO_RECORDER = NullRecorder()
+_NOTHING = CpuProgram((), (), ())
 
 
 class Recorder(NullRecorder):
@@ -58,15 +62,16 @@ class Recorder(NullRecorder):
         self._num_events = 0
         self._start_ns = 0
         self._batches: Sequence[Batch] = ()
-        self._cpu_order: Sequence[int] = ()
-        self._cpu_layer = 0
-        self._cpu_times_ns: Sequence[int] = ()
+        self._program = _NOTHING
+        self._cpu_events: Sequence[tuple[int, int, int, int]] = ()
+        self._cpu_pool = 0
 
     def begin(self, start_ns: int) -> None:
         """Forgets the iteration before."""
         self._num_events = 0
         self._start_ns = start_ns
-        self._batches = self._cpu_order = self._cpu_times_ns = ()
+        self._batches = self._cpu_events = ()
+        self._program = _NOTHING
 
     def mark(self, kind: TraceKind, layer: int = -1, sub_batch: int = -1) -> None:
         i = self._num_events
@@ -82,14 +87,14 @@ class Recorder(NullRecorder):
         """That marks each of its steps."""
         return _RecordedStage(self, batch, decoder, cache, host, hidden)
 
-    def describe(self, batches: Sequence[Batch], cpu_layer: int) -> None:
-        self._batches, self._cpu_layer = batches, cpu_layer
+    def describe(self, batches: Sequence[Batch], program: CpuProgram) -> None:
+        self._batches, self._program = batches, program
 
-    def take_cpu_times(self, times_ns: Sequence[int], order: Sequence[int]) -> None:
-        self._cpu_times_ns, self._cpu_order = times_ns, order
+    def take_cpu_events(self, events: Sequence[tuple[int, int, int, int]], pool: int) -> None:
+        self._cpu_events, self._cpu_pool = events, pool
 
-    def trace(self, plan: IterationPlan, end_ns: int) -> IterationTrace:
-        """What was noted since `begin`."""
+    def trace(self, plan: IterationPlan, end_ns: int, copied: Sequence[Copied] = ()) -> IterationTrace:
+        """What was noted since `begin`; `copied` are layers that came meanwhile."""
         num, start_ns = self._num_events, self._start_ns
         offsets = np.concatenate([[0], np.frombuffer(self._ends_ns, np.int64, num) - start_ns])
         return IterationTrace(
@@ -106,21 +111,38 @@ class Recorder(NullRecorder):
                 tuple(offsets[:-1].tolist()),
                 tuple(np.diff(offsets).tolist()),
             ),
-            cpu=self._cpu_events(),
+            cpu=self._cpu_trace(),
+            link=self._link_events(copied, end_ns),
         )
 
-    def _cpu_events(self) -> TraceEvents:
-        """Two of each triple of times: waiting, then attending."""
-        times = np.array(self._cpu_times_ns, np.int64).reshape(-1, 3) - self._start_ns
-        order, num = np.array(self._cpu_order, np.int64), len(times)
-        num_layers = num // max(1, len(order))
+    def _link_events(self, copied: Sequence[Copied], end_ns: int) -> TraceEvents:
+        """Of one that began before the iteration, the part in it; likewise at its end."""
+        inside = [(max(one.start_ns, self._start_ns), min(one.end_ns, end_ns)) for one in copied]
         return TraceEvents(
-            (TraceKind.CPU_WAIT, TraceKind.CPU_ATTEND) * num,
-            tuple((self._cpu_layer + np.arange(num_layers)).repeat(2 * len(order)).tolist()),
-            tuple(np.tile(order.repeat(2), num_layers).tolist()),
-            tuple(times[:, :2].reshape(-1).tolist()),
-            tuple(np.diff(times, axis=1).reshape(-1).tolist()),
+            (TraceKind.WEIGHT_COPY,) * len(copied),
+            tuple(one.layer for one in copied),
+            (-1,) * len(copied),
+            tuple(start_ns - self._start_ns for start_ns, _ in inside),
+            tuple(stop_ns - start_ns for start_ns, stop_ns in inside),
         )
+
+    def _cpu_trace(self) -> TraceEvents:
+        """Two of each event of the worker's: waiting, then computing."""
+        events = [WorkEvent.of(*event) for event in self._cpu_events]
+        kinds = {EventKind.ATTENTION: TraceKind.CPU_ATTEND, EventKind.LAYER: TraceKind.CPU_LAYER}
+        of_kind = {
+            EventKind.ATTENTION: self._program.attended_in(self._cpu_pool),
+            EventKind.LAYER: [index for index, _ in self._program.passing],
+        }
+        columns = [
+            (kind, event.layer, of_kind[event.kind][event.index], start_ns - self._start_ns, end_ns - start_ns)
+            for event in events
+            for kind, start_ns, end_ns in (
+                (TraceKind.CPU_WAIT, event.waiting_ns, event.start_ns),
+                (kinds[event.kind], event.start_ns, event.end_ns),
+            )
+        ]
+        return TraceEvents(*zip(*columns, strict=True)) if columns else TraceEvents()
 
 
 class _RecordedStage(Stage):
@@ -143,15 +165,40 @@ class _RecordedStage(Stage):
     def _mark(self, kind: TraceKind) -> None:
         self._recorder.mark(kind, self._layer, self._index)
 
+    def _await_weights(self, layer: int) -> bool:
+        self._layer = layer
+        streamed = super()._await_weights(layer)
+        if streamed:
+            self._mark(TraceKind.WEIGHT_WAIT)
+        return streamed
+
     def pre_attention(self, layer: int) -> None:
         super().pre_attention(layer)
-        self._layer = layer
         self._mark(TraceKind.PRE_ATTENTION)
 
     def submit(self) -> None:
         super().submit()
         if self.batch.cpu_work:
             self._mark(TraceKind.SUBMIT)
+
+    def hand_over(self) -> None:
+        super().hand_over()
+        if self.batch.prompt_pass or self.batch.last_pass:
+            self._recorder.mark(TraceKind.SUBMIT, -1, self._index)
+
+    def begin_prompts(self) -> None:
+        super().begin_prompts()
+        if self.batch.prompt_pass:
+            self._recorder.mark(TraceKind.WAIT, -1, self._index)
+
+    def run_prompts(self, layer: int) -> None:
+        super().run_prompts(layer)
+        self._recorder.mark(TraceKind.RUN_PROMPTS, layer, self._index)
+
+    def take_over(self) -> None:
+        super().take_over()
+        if self.batch.last_pass:
+            self._recorder.mark(TraceKind.WAIT, -1, self._index)
 
     def attend_prefills(self, layer: int) -> None:
         super().attend_prefills(layer)

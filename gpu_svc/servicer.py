@@ -12,16 +12,26 @@ from typing import Any, TypeVar
 import grpc
 
 from gpu_svc.cpu_attention_client import attach_host_tier, region_shape
+from gpu_svc.device_memory import DoesNotFitError
 from gpu_svc.executor import Executor
 from gpu_svc.grammars import GrammarError
 from gpu_svc.host_tier import HostTier
 from gpu_svc.limits import InvalidPlanError, Limits
-from gpu_svc.wire import plan_from_pb, result_to_pb, status_to_pb, tables_to_pb
+from gpu_svc.wire import (
+    memory_to_pb,
+    plan_from_pb,
+    policy_from_pb,
+    policy_to_pb,
+    result_to_pb,
+    status_to_pb,
+    tables_to_pb,
+)
 from neoflex.v1 import executor_pb2 as pb
 from neoflex.v1 import executor_pb2_grpc
 from svc_common.decoder.dtypes import dtype_name
-from svc_common.errors import FieldViolation, failed_precondition, invalid_arguments
+from svc_common.errors import FieldViolation, failed_precondition, invalid_argument, invalid_arguments
 from svc_common.plan import ExecutionError, IterationResult
+from svc_common.policy import ExecutionPolicy
 from svc_common.tensor_plane import PlaneError
 
 # One runs and one waits; a planner that sends more is held back by the stream.
@@ -44,60 +54,107 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
 
     async def OpenEpoch(self, request: pb.OpenEpochRequest, context: Context) -> pb.OpenEpochResponse:
         _check_open_epoch(request)
+        policy = self._policy(request)
         async with self._opening:
             if request.epoch <= self._executor.last_epoch:
                 raise failed_precondition(
                     "EPOCH_NOT_NEWER", f"epoch {request.epoch} does not follow {self._executor.last_epoch}"
                 )
             try:
-                return await self._open_epoch(request)
+                return await self._open_epoch(request, policy)
+            except DoesNotFitError as error:
+                raise failed_precondition("POLICY_DOES_NOT_FIT", str(error)) from error
             except Exception as error:  # No memory left, say, or weights that are no numbers: the planner is to say it.
                 logger.exception("epoch %d cannot be opened", request.epoch)
                 await self._in_thread(self._executor.close_epoch)
                 raise failed_precondition("EPOCH_FAILED", f"{type(error).__name__}: {error}") from error
 
-    async def _open_epoch(self, request: pb.OpenEpochRequest) -> pb.OpenEpochResponse:
+    async def _open_epoch(self, request: pb.OpenEpochRequest, policy: ExecutionPolicy) -> pb.OpenEpochResponse:
         executor = self._executor
         # The old pool is unmapped before a new one is made.
         await self._in_thread(executor.close_epoch)
         limits = Limits(request.max_sequences, request.max_batch_tokens, request.max_sequence_tokens)
-        host, errors = await self._attach(request.epoch, limits)
-        await self._in_thread(lambda: executor.open_epoch(request.epoch, limits, host))
+        host, errors = await self._attach(request.epoch, limits, policy)
+        if host is None and policy.decode_cpu_layers:
+            policy = self._without_cpu_layers
+        await self._in_thread(lambda: executor.open_epoch(request.epoch, limits, host, policy))
         tables = None
         if request.profile:
             try:
                 tables = await self._in_thread(executor.profile)
             except PlaneError as lost:  # One of them; the others will be attached in another epoch.
                 host, errors = None, tuple(error or f"lost while it was measured: {lost}" for error in errors)
-                await self._in_thread(lambda: executor.open_epoch(request.epoch, limits, None))
+                if policy.decode_cpu_layers:
+                    policy = self._without_cpu_layers
+                await self._in_thread(lambda: executor.open_epoch(request.epoch, limits, None, policy))
                 tables = await self._in_thread(executor.profile)
-        shape = executor.kv_shape
+        shape, upper = executor.kv_shape, executor.kv_shape.above(policy.decode_cpu_layers)
         response = pb.OpenEpochResponse(
             device=executor.decoder.device.type,
             compute_dtype=dtype_name(executor.decoder.weight_dtype),
             kv_dtype=dtype_name(shape.dtype),
-            block_bytes=shape.block_bytes,
-            gpu_blocks=executor.num_gpu_blocks,
+            block_bytes=upper.block_bytes,
+            gpu_blocks=executor.num_gpu_blocks(policy),
             host_pools=_host_pools(host, errors),
             tables=tables_to_pb(tables) if tables else None,
             host_kv_dtype=dtype_name(shape.host_dtype),
             host_block_bytes=shape.host_block_bytes,
+            policy=policy_to_pb(policy),
+            memory=self._memory(),
+            resident_layers=executor.resident_layers,
+            streamed_layers=len(executor.streamed_layers),
+            streamed_bytes=executor.streamed_bytes,
         )
         logger.info(
-            "epoch %d: %d GPU blocks of %d bytes, %d host blocks of %d bytes%s",
+            "epoch %d: %d of %d layers on the CPU (%d of prompts), %d GPU blocks of %d bytes, "
+            "%d host blocks of %d bytes%s",
             request.epoch,
+            policy.decode_cpu_layers,
+            shape.num_layers,
+            policy.prefill_cpu_layers,
             response.gpu_blocks,
-            shape.block_bytes,
+            upper.block_bytes,
             host.num_blocks if host else 0,
             shape.host_block_bytes,
             "".join(f"; no CPU attention: {error}" for error in errors if error),
         )
         return response
 
-    async def _attach(self, epoch: int, limits: Limits) -> tuple[HostTier | None, tuple[str, ...]]:
+    def _policy(self, request: pb.OpenEpochRequest) -> ExecutionPolicy:
+        """As asked for. Raises ServiceError where it can't be had."""
+        executor = self._executor
+        num_layers = executor.decoder.spec.num_layers
+        if not request.HasField("policy"):
+            return executor.fitting(ExecutionPolicy(num_layers))
+        policy = policy_from_pb(request.policy)
+        try:
+            policy.check(num_layers)
+        except ValueError as error:
+            raise invalid_argument("policy", str(error)) from error
+        prefill, decode = policy.prefill_cpu_layers, policy.decode_cpu_layers
+        if prefill > decode:
+            # K and V of prompts in those layers would have to travel to a pool that the CPU does not have.
+            raise invalid_argument(
+                "policy.prefill_cpu_layers", f"must be at most decode_cpu_layers, {decode}, is {prefill}"
+            )
+        num_services = len(self._cpu_attention_addresses)
+        if decode > 0 and num_services != 1:
+            where = "with several CPU attention services" if num_services else "where cpu_attn.kv_bytes is 0"
+            raise invalid_argument("policy.decode_cpu_layers", f"must be 0 {where}, is {decode}")
+        return executor.fitting(policy) if request.fewer_resident_layers else policy
+
+    @property
+    def _without_cpu_layers(self) -> ExecutionPolicy:
+        """Where there is nobody to compute any."""
+        return self._executor.fitting(ExecutionPolicy(self._executor.decoder.spec.num_layers))
+
+    async def _attach(
+        self, epoch: int, limits: Limits, policy: ExecutionPolicy
+    ) -> tuple[HostTier | None, tuple[str, ...]]:
         """The host tier, if there is one, and why services are missing in it."""
-        shape = region_shape(self._executor.decoder, self._executor.kv_shape, limits)
-        return await attach_host_tier(self._cpu_attention_addresses, epoch, shape)
+        executor = self._executor
+        shape = region_shape(executor.decoder, executor.kv_shape, limits, policy, executor.num_gpu_blocks(policy))
+        return await attach_host_tier(self._cpu_attention_addresses, epoch, shape, executor.decoder)
 
     async def Execute(
         self, request_iterator: AsyncIterator[pb.ExecuteRequest], context: Context
@@ -141,7 +198,11 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
     async def GetExecutorStatus(
         self, request: pb.GetExecutorStatusRequest, context: Context
     ) -> pb.GetExecutorStatusResponse:
-        return status_to_pb(self._executor.status(), os.getpid())
+        return status_to_pb(self._executor.status(), self._memory(), os.getpid())
+
+    def _memory(self) -> pb.DeviceMemory | None:
+        memory = self._executor.memory
+        return memory_to_pb(memory, self._executor.link_bytes_per_s) if memory else None
 
     def _in_thread(self, work: Callable[[], T]) -> "asyncio.Future[T]":
         return asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -24,3 +24,8 @@ class Tables:
     cpu_signal_s: float = 0.0
     cpu_pool_factors: tuple[float, ...] = ()
     """Of `cpu_decode`, by host pool; () for a single one."""
+    cpu_linear: tuple[tuple[int, float], ...] = ()
+    """(num_tokens, one layer of those that the CPU computes)"""
+    cpu_prefill: tuple[tuple[int, int, float], ...] = ()
+    """(chunk_tokens, past_tokens, attention in one of these)"""
+    link_bytes_per_s: float = 0.0

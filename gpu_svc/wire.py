@@ -5,6 +5,7 @@ from typing import Any
 
 from google.protobuf import json_format
 
+from gpu_svc.device_memory import DeviceMemory
 from gpu_svc.executor import Status
 from gpu_svc.limits import InvalidPlanError
 from gpu_svc.tables import Tables
@@ -23,6 +24,7 @@ from svc_common.plan import (
     Swap,
     Tier,
 )
+from svc_common.policy import ExecutionPolicy
 from svc_common.trace_wire import trace_to_message
 
 _MODES = {
@@ -39,6 +41,18 @@ _ERRORS = {
     ExecutionError.INVALID_PLAN: pb.EXECUTION_ERROR_INVALID_PLAN,
     ExecutionError.DEVICE: pb.EXECUTION_ERROR_DEVICE,
 }
+
+
+def policy_from_pb(policy: pb.ExecutionPolicy) -> ExecutionPolicy:
+    return ExecutionPolicy(policy.resident_layers, policy.prefill_cpu_layers, policy.decode_cpu_layers)
+
+
+def policy_to_pb(policy: ExecutionPolicy) -> pb.ExecutionPolicy:
+    return pb.ExecutionPolicy(
+        resident_layers=policy.resident_layers,
+        prefill_cpu_layers=policy.prefill_cpu_layers,
+        decode_cpu_layers=policy.decode_cpu_layers,
+    )
 
 
 def plan_from_pb(plan: pb.IterationPlan) -> IterationPlan:
@@ -147,6 +161,8 @@ def result_to_pb(result: IterationResult) -> pb.IterationResult:
             head_ns=timings.head_ns,
             idle_ns=timings.idle_ns,
             prompt_logprobs_ns=timings.prompt_logprobs_ns,
+            weight_wait_ns=timings.weight_wait_ns,
+            weight_bytes=timings.weight_bytes,
         ),
         swapped_out_bytes=result.swapped_out_bytes,
         swapped_in_bytes=result.swapped_in_bytes,
@@ -174,6 +190,11 @@ def tables_to_pb(tables: Tables) -> pb.OperationTables:
         cpu_copy=[pb.LinearPoint(num_tokens=n, seconds=s) for n, s in tables.cpu_copy],
         cpu_signal_s=tables.cpu_signal_s,
         cpu_pool_factors=tables.cpu_pool_factors,
+        cpu_linear=[pb.LinearPoint(num_tokens=n, seconds=s) for n, s in tables.cpu_linear],
+        cpu_prefill=[
+            pb.PrefillPoint(chunk_tokens=chunk, past_tokens=past, seconds=s) for chunk, past, s in tables.cpu_prefill
+        ],
+        link_bytes_per_s=tables.link_bytes_per_s,
     )
 
 
@@ -199,16 +220,34 @@ def tables_from_json(document: dict[str, Any]) -> Tables:
         cpu_copy=tuple((p.num_tokens, p.seconds) for p in message.cpu_copy),
         cpu_signal_s=message.cpu_signal_s,
         cpu_pool_factors=tuple(message.cpu_pool_factors),
+        cpu_linear=tuple((p.num_tokens, p.seconds) for p in message.cpu_linear),
+        cpu_prefill=tuple((p.chunk_tokens, p.past_tokens, p.seconds) for p in message.cpu_prefill),
+        link_bytes_per_s=message.link_bytes_per_s,
     )
-    points = (tables.linear, tables.prefill, tables.gpu_decode, tables.cpu_decode, tables.head, tables.cpu_copy)
-    values = (tables.swap_bytes_per_s, tables.iteration_s, tables.cpu_signal_s, *tables.cpu_pool_factors)
+    points = (
+        tables.linear,
+        tables.prefill,
+        tables.gpu_decode,
+        tables.cpu_decode,
+        tables.head,
+        tables.cpu_copy,
+        tables.cpu_linear,
+        tables.cpu_prefill,
+    )
+    values = (
+        tables.swap_bytes_per_s,
+        tables.iteration_s,
+        tables.cpu_signal_s,
+        tables.link_bytes_per_s,
+        *tables.cpu_pool_factors,
+    )
     if not all(
         math.isfinite(v) and v >= 0 for v in (*values, *(v for table in points for point in table for v in point))
     ):
         raise ValueError("a value is negative or no number")
     if not all(point[0] >= 1 for table in points for point in table):
         raise ValueError("a point of nothing")
-    if not (tables.linear and tables.head):
+    if not ((tables.linear or tables.cpu_linear) and tables.head):
         raise ValueError("tables without a point")
     return tables
 
@@ -217,7 +256,17 @@ def _decode_point(num_sequences: int, context_tokens: int, seconds: float) -> pb
     return pb.DecodePoint(num_sequences=num_sequences, context_tokens=context_tokens, seconds=seconds)
 
 
-def status_to_pb(status: Status, pid: int) -> pb.GetExecutorStatusResponse:
+def memory_to_pb(memory: DeviceMemory, link_bytes_per_s: float) -> pb.DeviceMemory:
+    return pb.DeviceMemory(
+        memory_bytes=memory.memory_bytes,
+        weights_bytes=sum(memory.layer_bytes),
+        layer_bytes=max(memory.layer_bytes),
+        other_bytes=memory.other_bytes,
+        link_bytes_per_s=link_bytes_per_s,
+    )
+
+
+def status_to_pb(status: Status, memory: pb.DeviceMemory | None, pid: int) -> pb.GetExecutorStatusResponse:
     return pb.GetExecutorStatusResponse(
         epoch=status.epoch,
         last_iteration=status.last_iteration,
@@ -228,4 +277,7 @@ def status_to_pb(status: Status, pid: int) -> pb.GetExecutorStatusResponse:
         gpu_kv_bytes=status.gpu_kv_bytes,
         cpu_attention_attached=status.cpu_attention_attached,
         pid=pid,
+        memory=memory,
+        resident_layers=status.resident_layers,
+        streamed_bytes=status.streamed_bytes,
     )

@@ -244,8 +244,11 @@ class CalibrationFactors:
     contention: float
     """A share: by how much of the time in which both processors work the GPU's work gets longer. 0: as told."""
     cpu_decode: float
+    """In the first host pool."""
     head: float
     swap: float
+    further_pools: Mapping[int, float]
+    """As cpu_decode, by the pool's number; missing while nothing is known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -239,7 +239,8 @@ def server_info(response: pb.GetServerInfoResponse) -> ServerInfo:
 
 
 def _calibration(message: pb.CalibrationFactors) -> CalibrationFactors:
-    return CalibrationFactors(**{item.name: getattr(message, item.name) for item in fields(CalibrationFactors)})
+    values = {item.name: getattr(message, item.name) for item in fields(CalibrationFactors)}
+    return CalibrationFactors(**values | {"further_pools": dict(message.further_pools)})
 
 
 def _service_class(message: pb.ServiceClass) -> ServiceClass:

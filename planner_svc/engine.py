@@ -18,6 +18,7 @@ from planner_svc.scheduler import (
     AdmissionError,
     AdmissionReason,
     Capacity,
+    Demand,
     History,
     LateError,
     ModePolicy,
@@ -190,6 +191,10 @@ class Engine:
     def num_by_pool(self) -> tuple[int, ...]:
         """Sequences with their KV in each host pool, by the latest plan."""
         return self._scheduler.num_by_pool if self._scheduler else ()
+
+    @property
+    def demand(self) -> Demand:
+        return self._scheduler.demand if self._scheduler else Demand()
 
     def apply(self, result: IterationResult) -> tuple[TokenEvent, ...]:
         """Advances the sequences; the tokens are still to be delivered. The result is no failure."""

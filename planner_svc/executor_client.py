@@ -10,6 +10,7 @@ from planner_svc import wire
 from planner_svc.estimator import OperationTables
 from svc_common.grpc_server import CHANNEL_OPTIONS
 from svc_common.plan import IterationPlan, IterationResult
+from svc_common.policy import ExecutionPolicy
 
 _OPTIONS = [
     *CHANNEL_OPTIONS,
@@ -22,6 +23,8 @@ _PROFILE_S = 900.0
 """Profiling a large model on a slow device takes minutes."""
 _OPEN_S = 180.0
 """A host pool of hundreds of GiB takes minutes to reserve."""
+_LOAD_LAYERS_S = 1200.0
+"""Layers that change places come from a disk, tens of GB of them."""
 _PROBE_S = 1.0
 _COMPILE_S = 180.0
 """The first grammar waits until the tokenizer is read, and one that was not kept takes a minute to convert."""
@@ -58,6 +61,17 @@ class HostPool:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Of the executor's device, and what weights take there."""
+
+    memory_bytes: int
+    layer_bytes: int
+    """Of the largest layer."""
+    other_bytes: int
+    """In no layer."""
+
+
+@dataclass(frozen=True, slots=True)
 class Placement:
     """What an epoch has to work with."""
 
@@ -72,6 +86,21 @@ class Placement:
     gpu_blocks: int
     pools: tuple[HostPool, ...]
     """One for each CPU attention service that is configured, in that order."""
+    memory: DeviceMemory | None = None
+    """None where layers cannot be streamed."""
+    policy: ExecutionPolicy | None = None
+    """That the executor follows, which lacks the CPU layers asked for where no CPU attention service is attached."""
+    resident_layers: int = 0
+    """Whose weights stay on the device."""
+    streamed_layers: int = 0
+    """Whose weights cross the link in each iteration."""
+    streamed_bytes: int = 0
+    """Of weights, in each iteration."""
+
+    @property
+    def host_blocks(self) -> int:
+        """Of all pools."""
+        return sum(pool.num_blocks for pool in self.pools)
 
     @property
     def errors(self) -> str:
@@ -105,18 +134,21 @@ class ExecutorClient:
         return int(status.epoch)
 
     async def open_epoch(
-        self, epoch: int, limits: EpochLimits, profile: bool
+        self, epoch: int, limits: EpochLimits, profile: bool, policy: ExecutionPolicy | None
     ) -> tuple[Placement, OperationTables | None]:
-        """Starts an epoch; with measured tables where `profile` is set."""
+        """Starts an epoch; with measured tables where `profile` is set. Without a policy the executor has its own."""
         request = executor_pb2.OpenEpochRequest(
             epoch=epoch,
             max_sequences=limits.max_sequences,
             max_batch_tokens=limits.max_batch_tokens,
             max_sequence_tokens=limits.max_sequence_tokens,
             profile=profile,
+            policy=wire.policy_to_message(policy) if policy else None,
+            fewer_resident_layers=True,
         )
+        timeout_s = (_PROFILE_S if profile else _OPEN_S) + (_LOAD_LAYERS_S if policy else 0.0)
         try:
-            opened = await self._stub.OpenEpoch(request, timeout=_PROFILE_S if profile else _OPEN_S)
+            opened = await self._stub.OpenEpoch(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             raise _lost(error) from error
         placement = Placement(
@@ -128,6 +160,11 @@ class ExecutorClient:
             host_block_bytes=opened.host_block_bytes,
             gpu_blocks=opened.gpu_blocks,
             pools=tuple(HostPool(pool.num_blocks, pool.num_threads, pool.error) for pool in opened.host_pools),
+            memory=_memory(opened),
+            policy=wire.policy_from_message(opened.policy) if opened.HasField("policy") else None,
+            resident_layers=opened.resident_layers,
+            streamed_layers=opened.streamed_layers,
+            streamed_bytes=opened.streamed_bytes,
         )
         return placement, wire.tables_from_message(opened.tables) if opened.HasField("tables") else None
 
@@ -145,6 +182,13 @@ class ExecutorClient:
 
     async def close(self) -> None:
         await self._channel.close(grace=None)
+
+
+def _memory(opened: executor_pb2.OpenEpochResponse) -> DeviceMemory | None:
+    found = opened.memory
+    if not opened.HasField("memory"):
+        return None
+    return DeviceMemory(found.memory_bytes, found.layer_bytes, found.other_bytes)
 
 
 class PlanStream:

@@ -20,10 +20,12 @@ from planner_svc.executor_client import (
     PlanStream,
 )
 from planner_svc.host_watch import PROBE_EVERY_S, HostWatch
+from planner_svc.policy_keeper import PolicyKeeper
 from planner_svc.scheduler import Capacity, TokenEvent
 from planner_svc.traces import Traces
 from svc_common.errors import unavailable
 from svc_common.plan import ExecutionError, IterationPlan, IterationResult
+from svc_common.policy import ExecutionPolicy
 
 PLANS_AHEAD = 2
 """One runs, one waits."""
@@ -39,6 +41,7 @@ class EpochEnd(Enum):
     HOST_LOST = "a CPU attention service is lost"
     HOST_BACK = "a CPU attention service can be attached again"
     FAILED = "an iteration failed"
+    POLICY = "layers are to run elsewhere"
 
 
 class ExecutorLoop:
@@ -51,10 +54,15 @@ class ExecutorLoop:
         watches: Sequence[HostWatch],
         limits: EpochLimits,
         block_tokens: int,
-        make_estimator: Callable[[OperationTables], TableEstimator],
+        make_estimator: Callable[[OperationTables, ExecutionPolicy | None], TableEstimator],
         traces: Traces,
+        policy: ExecutionPolicy | None = None,
+        policies: PolicyKeeper | None = None,
     ) -> None:
-        """`watches`: one for each CPU attention service that is configured, by its pool."""
+        """`watches`: one for each CPU attention service that is configured, by its pool.
+
+        Without a policy layers run where the executor puts them, or, if not all fit there, where `policies` says.
+        """
         self._engine = engine
         self._executor = executor
         self._watches = tuple(watches)
@@ -62,7 +70,11 @@ class ExecutorLoop:
         self._block_tokens = block_tokens
         self._make_estimator = make_estimator
         self._traces = traces
-        self._tables: OperationTables | None = None
+        self._policy = policy
+        self._policies = policies
+        self._tables: dict[ExecutionPolicy | None, OperationTables] = {}
+        """By what was asked for, and by what the executor made of it."""
+        self._estimators: dict[ExecutionPolicy | None, TableEstimator] = {}
         self._capacity: Capacity | None = None
         self._estimator: TableEstimator | None = None
         self._epoch = time.time_ns()  # Later than any epoch of a planner before this one.
@@ -88,7 +100,9 @@ class ExecutorLoop:
         """From finding the executor to losing it."""
         try:
             await self._connect()
-            await self._open(profile=True)
+            await self._prepare(profile=True)
+            await self._choose_first_policy()
+            self._hand_over()
             while True:
                 await self._next_epoch(await self._drive())
         except ExecutorLostError as error:
@@ -114,21 +128,35 @@ class ExecutorLoop:
 
     async def _open(self, profile: bool) -> None:
         """Opens the next epoch and hands it to the engine. Raises ExecutorLostError."""
-        self._epoch += 1
-        placement, tables = await self._executor.open_epoch(self._epoch, self._limits, profile)
-        if len(placement.pools) != len(self._watches):
-            raise ExecutorLostError(f"it has {len(placement.pools)} host pools, configured are {len(self._watches)}")
-        for watch, pool in zip(self._watches, placement.pools, strict=True):
-            watch.note_attachment(pool.num_blocks > 0)
-        if self.placement is None and not all(pool.num_blocks for pool in placement.pools):
-            raise ExecutorLostError(f"not all CPU attention at the first start: {placement.errors}")
+        await self._prepare(profile)
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        assert self._capacity is not None
+        assert self._estimator is not None
+        for watch in self._watches:
+            watch.cores.begin_epoch()
+        self._engine.open(self._capacity, self._estimator, self._epoch)
+
+    async def _prepare(self, profile: bool) -> None:
+        """Opens the next epoch. Raises ExecutorLostError."""
+        placement, tables = await self._open_epoch(profile or not self._knows(self._policy))
+        if tables is None and not self._knows(placement.policy):
+            # Not as it was asked for: the CPU attention service, and with it its layers, has gone since.
+            placement, tables = await self._open_epoch(profile=True)
+        self._note_attachments(placement)
         if tables is not None:
-            self._tables = tables
-            self._estimator = self._make_estimator(tables)
+            estimator = self._make_estimator(tables, placement.policy)
             for watch, pool in zip(self._watches, placement.pools, strict=True):
-                watch.cores.measured(self._estimator, pool.num_threads)
-        if self._estimator is None:
+                watch.cores.measured(estimator, pool.num_threads)
+            # What was asked for is known by that name only as long as it is what there is.
+            has_all = placement.host_blocks > 0 or not self._watches or self._policy is None
+            for key in {placement.policy, self._policy} if has_all else {placement.policy}:
+                self._tables[key], self._estimators[key] = tables, estimator
+        if placement.policy not in self._estimators:
             raise ExecutorLostError("the executor measured no tables")
+        self._estimator = self._estimators[placement.policy]
+        self._estimator.stream(placement.streamed_layers, placement.streamed_bytes)
         self._capacity = Capacity(
             gpu_blocks=placement.gpu_blocks,
             host_pools=tuple(pool.num_blocks for pool in placement.pools),
@@ -137,11 +165,14 @@ class ExecutorLoop:
             max_batch_tokens=self._limits.max_batch_tokens,
             max_sequence_tokens=self._limits.max_sequence_tokens,
             block_bytes=placement.host_block_bytes,
+            has_cpu_layers=placement.policy is not None and placement.policy.decode_cpu_layers > 0,
         )
         self.placement = placement
+        if self._policies:
+            self._policies.opened(placement, time.monotonic())
         logger.info(
             "epoch %d: %s, %s, KV %s, on the host %s, %d GPU blocks, %s host blocks of %d tokens, "
-            "%s CPU attention threads%s",
+            "%s CPU attention threads%s%s",
             self._epoch,
             placement.device,
             placement.compute_dtype,
@@ -152,10 +183,17 @@ class ExecutorLoop:
             self._block_tokens,
             " + ".join(str(pool.num_threads) for pool in placement.pools) or 0,
             f"; {placement.errors}" if placement.errors else "",
+            f"; {placement.streamed_layers} layers are streamed" if placement.streamed_layers else "",
         )
-        for watch in self._watches:
-            watch.cores.begin_epoch()
-        self._engine.open(self._capacity, self._estimator, self._epoch)
+
+    def _note_attachments(self, placement: Placement) -> None:
+        """Raises ExecutorLostError where the executor is not the one that is configured, or is not yet complete."""
+        if len(placement.pools) != len(self._watches):
+            raise ExecutorLostError(f"it has {len(placement.pools)} host pools, configured are {len(self._watches)}")
+        for watch, pool in zip(self._watches, placement.pools, strict=True):
+            watch.note_attachment(pool.num_blocks > 0)
+        if self.placement is None and not all(pool.num_blocks for pool in placement.pools):
+            raise ExecutorLostError(f"not all CPU attention at the first start: {placement.errors}")
 
     async def _next_epoch(self, end: EpochEnd) -> None:
         """Carries the requests in hand over into a new epoch."""
@@ -166,8 +204,43 @@ class ExecutorLoop:
             await self._lose_hosts()
         self._engine.suspend()
         # Tables measured without the host say nothing about attention there.
-        assert self._tables is not None
-        await self._open(profile=end is EpochEnd.HOST_BACK and not self._tables.cpu_decode)
+        tables = self._tables.get(self._policy)
+        await self._open(profile=end is EpochEnd.HOST_BACK and tables is not None and not tables.cpu_decode)
+
+    async def _open_epoch(self, profile: bool) -> tuple[Placement, OperationTables | None]:
+        self._epoch += 1
+        return await self._executor.open_epoch(self._epoch, self._limits, profile, self._policy)
+
+    def _knows(self, policy: ExecutionPolicy | None) -> bool:
+        """Whether there are tables for it: its own, or those of operations on both processors."""
+        tables = self._policies.tables if self._policies else None
+        if policy is not None and policy not in self._tables and tables is not None:
+            self._tables[policy], self._estimators[policy] = tables, self._make_estimator(tables, policy)
+        return policy in self._tables
+
+    async def _choose_first_policy(self) -> None:
+        """Measures layers on the CPU where some don't fit on the device, and opens an epoch by the policy chosen."""
+        assert self.placement is not None
+        policy = self._policies.to_measure(self.placement) if self._policies else None
+        if self._policies is None or policy is None:
+            return
+        before, self._policy = self._policy, policy
+        await self._prepare(profile=True)
+        tables = self._tables[self.placement.policy]
+        chosen = await asyncio.to_thread(self._policies.measured, self.placement, tables)
+        self._policy = chosen or before
+        await self._prepare(profile=False)
+
+    def change_policy(self, policy: ExecutionPolicy | None) -> None:
+        """Layers run as `policy` says from a new epoch on, which begins at once.
+
+        Requests in hand go on in it, computed again from prompt and tokens so far. No policy: the executor's own.
+        """
+        if policy == self._policy:
+            return
+        self._policy = policy
+        if self._driving:
+            self._request_end(EpochEnd.POLICY)
 
     async def _lose_hosts(self) -> None:
         """Tells callers who fit nowhere else, before the executor has given up on a service and opened the next epoch.
@@ -264,6 +337,15 @@ class ExecutorLoop:
                     self._compare(pool, status)
                     if status and status.region_epoch == epoch:
                         await watch.adjust_threads()
+                        await self._consider_policy(epoch)
+
+    async def _consider_policy(self, epoch: int) -> None:
+        """With the service attached: without it there is one policy only. A search may take a second."""
+        if self._policies is None:
+            return
+        policy = await asyncio.to_thread(self._policies.consider, self._engine.demand, time.monotonic())
+        if policy is not None and self._epoch == epoch:
+            self.change_policy(policy)
 
     def _compare(self, pool: int, status: HostStatus | None) -> None:
         """`status` is None where nobody answers."""

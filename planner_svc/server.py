@@ -5,6 +5,7 @@ import contextlib
 
 from neoflex.v1 import inference_pb2, inference_pb2_grpc, trace_pb2, trace_pb2_grpc
 from planner_svc.classes import service_classes
+from planner_svc.configured_policy import configured_policy
 from planner_svc.core_keeper import CoreKeeper
 from planner_svc.cores import CoreController, ThreadLimits
 from planner_svc.engine import Engine
@@ -12,12 +13,15 @@ from planner_svc.estimator import OperationTables, TableEstimator
 from planner_svc.executor_client import EpochLimits, ExecutorClient, HostClient
 from planner_svc.executor_loop import ExecutorLoop
 from planner_svc.host_watch import HostWatch
+from planner_svc.policy_keeper import PolicyKeeper
 from planner_svc.servicer import InferenceServicer, ServedModel
 from planner_svc.trace_servicer import TraceServicer
 from planner_svc.traces import Traces
 from svc_common.config import Config, CpuAttnConfig
 from svc_common.errors import unavailable
 from svc_common.grpc_server import GrpcServer
+from svc_common.memory import usable_memory_bytes
+from svc_common.policy import ExecutionPolicy
 
 SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 _TRACE_SERVICE_NAME = trace_pb2.DESCRIPTOR.services_by_name["TraceService"].full_name
@@ -30,6 +34,7 @@ class PlannerServer:
     """Started once, stopped once. Ready when the executor is."""
 
     def __init__(self, config: Config, model: ServedModel) -> None:
+        """Raises ConfigError where the model has other layers than the configuration speaks of."""
         planner, services = config.planner, config.cpu_attn_services
         classes = service_classes(planner)
         self._engine = Engine(model.tokenizer, planner.mode, planner.max_waiting_requests, classes)
@@ -37,16 +42,28 @@ class PlannerServer:
         self._hosts = [HostClient(service.listen) for service in services]
         limits = EpochLimits(planner.max_running_sequences, planner.max_batch_tokens, model.limits.max_sequence_tokens)
 
-        def make_estimator(tables: OperationTables) -> TableEstimator:
-            return TableEstimator(tables, model.spec.num_layers)
+        num_layers = model.spec.num_layers
+
+        def make_estimator(tables: OperationTables, policy: ExecutionPolicy | None) -> TableEstimator:
+            return TableEstimator(tables, num_layers, policy)
 
         watches = [
             HostWatch(host, CoreKeeper(CoreController(_thread_limits(service)), self._engine.counters, pool))
             for pool, (host, service) in enumerate(zip(self._hosts, services, strict=True))
         ]
         traces = Traces()
+        policy = configured_policy(planner, num_layers)
+        keeper = PolicyKeeper(config, model.spec, limits, usable_memory_bytes()) if policy is None else None
         self._loop = ExecutorLoop(
-            self._engine, self._executor, watches, limits, model.block_tokens, make_estimator, traces
+            self._engine,
+            self._executor,
+            watches,
+            limits,
+            model.block_tokens,
+            make_estimator,
+            traces,
+            policy,
+            keeper,
         )
         self._server = GrpcServer(planner.listen, [SERVICE_NAME, _TRACE_SERVICE_NAME])
         servicer = InferenceServicer(

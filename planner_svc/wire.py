@@ -19,6 +19,7 @@ from svc_common.plan import (
     Timings,
     TokenLogprobs,
 )
+from svc_common.policy import ExecutionPolicy
 from svc_common.trace_wire import trace_from_message
 
 _MODES = {
@@ -34,6 +35,18 @@ _ERRORS: dict[int, ExecutionError] = {
     pb.EXECUTION_ERROR_INVALID_PLAN: ExecutionError.INVALID_PLAN,
     pb.EXECUTION_ERROR_DEVICE: ExecutionError.DEVICE,
 }
+
+
+def policy_to_message(policy: ExecutionPolicy) -> pb.ExecutionPolicy:
+    return pb.ExecutionPolicy(
+        resident_layers=policy.resident_layers,
+        prefill_cpu_layers=policy.prefill_cpu_layers,
+        decode_cpu_layers=policy.decode_cpu_layers,
+    )
+
+
+def policy_from_message(message: pb.ExecutionPolicy) -> ExecutionPolicy:
+    return ExecutionPolicy(message.resident_layers, message.prefill_cpu_layers, message.decode_cpu_layers)
 
 
 def plan_to_message(plan: IterationPlan) -> pb.IterationPlan:
@@ -120,6 +133,8 @@ def result_from_message(message: pb.IterationResult) -> IterationResult:
             head_ns=timings.head_ns,
             idle_ns=timings.idle_ns,
             prompt_logprobs_ns=timings.prompt_logprobs_ns,
+            weight_wait_ns=timings.weight_wait_ns,
+            weight_bytes=timings.weight_bytes,
         ),
         swapped_out_bytes=message.swapped_out_bytes,
         swapped_in_bytes=message.swapped_in_bytes,
@@ -153,7 +168,7 @@ def tables_from_message(message: pb.OperationTables) -> OperationTables:
     """The measured tables as the estimator takes them."""
     return OperationTables(
         linear=_linear_points(message.linear),
-        prefill=tuple(PrefillPoint(p.chunk_tokens, p.past_tokens, p.seconds) for p in message.prefill),
+        prefill=_prefill_points(message.prefill),
         gpu_decode=_decode_points(message.gpu_decode),
         cpu_decode=_decode_points(message.cpu_decode),
         head=_linear_points(message.head),
@@ -162,7 +177,14 @@ def tables_from_message(message: pb.OperationTables) -> OperationTables:
         cpu_copy=_linear_points(message.cpu_copy),
         cpu_signal_s=message.cpu_signal_s,
         cpu_pool_factors=tuple(message.cpu_pool_factors),
+        cpu_linear=_linear_points(message.cpu_linear),
+        cpu_prefill=_prefill_points(message.cpu_prefill),
+        link_bytes_per_s=message.link_bytes_per_s,
     )
+
+
+def _prefill_points(points: Iterable[pb.PrefillPoint]) -> tuple[PrefillPoint, ...]:
+    return tuple(PrefillPoint(p.chunk_tokens, p.past_tokens, p.seconds) for p in points)
 
 
 def _linear_points(points: Iterable[pb.LinearPoint]) -> tuple[LinearPoint, ...]:

@@ -27,6 +27,7 @@ MAX_PORT = 65535
 _SIZE = re.compile(r"\s*\d*\.?\d+\s*[a-zA-Z]*\s*")
 
 Mode = Literal["auto", "gpu_only", "asymmetric", "same_layer", "decoupled"]
+PhasePolicy = Literal["auto", "resident", "offload", "partition", "cpu_only"]
 
 
 class ConfigError(Exception):
@@ -81,7 +82,7 @@ class KvConfig(Section):
     block_tokens: Annotated[int, Field(ge=1, le=256)] = 16
     """Tokens in a block."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Type of keys and values; "auto": the compute type."""
+    """Type of keys and values; "auto": the compute type, and beside int8 or int4 weights bf16."""
     host_dtype: Literal["auto", "fp32", "bf16", "fp16", "int8"] = "auto"
     """Type of keys and values on the host; "auto": as on the GPU. "int8" has a scale for each block and head: a quarter
     of fp32's bytes or half of 16-bit types', for numbers off by some 0.4 % of the largest beside them."""
@@ -138,6 +139,15 @@ class PlannerConfig(Section):
     mode: Mode = "auto"
     """"auto" chooses each iteration by predicted throughput. The others force how sequences on the host decode: not at
     all, in two sub-batches where both have work, in one batch, or as a cohort at its own pace."""
+    prefill_policy: PhasePolicy = "auto"
+    """Where the model's layers run for prompts: on the device, "resident" or "offload", which streams the weights of
+    those that don't fit there; the first `cpu_layers` in cpu_attn_svc, "partition"; or all of them there, "cpu_only",
+    with embedding, head and sampling still in gpu_svc. "auto": on the device; for both phases, where not all fit
+    there, the planner chooses, by what it measured and by the requests that come."""
+    decode_policy: PhasePolicy = "auto"
+    """The same for decodes, which must have at least as many layers in cpu_attn_svc as prompts."""
+    cpu_layers: Annotated[int, Field(ge=0)] = 0
+    """Layers of a "partition" that cpu_attn_svc computes; from 1 to one less than the model has."""
     max_waiting_requests: Annotated[int, Field(ge=1)] = 1024
     """Requests that may wait; further ones are refused."""
     max_running_sequences: Annotated[int, Field(ge=1, le=4096)] = 256
@@ -159,16 +169,29 @@ class GpuConfig(Section):
     """Address of the executor's gRPC service."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """"auto": cuda where there is one."""
-    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Type to compute in; "auto" measures at start-up."""
+    dtype: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"] = "auto"
+    """Type to compute in; "auto" measures fp32 and 16 bits at start-up. "int8" and "int4" are types of the weights
+    alone, on device "cpu" only: less memory, faster decodes, and other tokens; see docs/performance.md."""
     kv_bytes: Size = ByteSize(512 * 2**20)
     """Cap of the GPU KV cache. 0 keeps all KV on the host."""
+    memory_bytes: Size | None = None
+    """Cap of weights, buffers for weights and KV on the device together; default: what the device has. Layers that do
+    not fit beside `kv_bytes` stay in host memory and are streamed to the device in each iteration."""
+    link_bytes_per_s: Size = ByteSize(0)
+    """On device "cpu": bandwidth of the emulated link, each way, that streamed weights and swapped KV cross; 0: as fast
+    as copies go."""
     num_threads: Annotated[int, Field(ge=0)] = 0
     """Threads of torch on the CPU device; 0: the cores this process may use, less those of cpu_attn_svc."""
     profile: Literal["auto", "always"] = "auto"
     """Operations are measured at start-up, which takes seconds to minutes. "auto" keeps what was measured in the user's
     cache directory, and takes it from there where machine, model and limits are the same; "always" measures at each
     start and keeps nothing."""
+
+    @model_validator(mode="after")
+    def _has_quantised_weights_on_the_cpu_only(self) -> "GpuConfig":
+        if self.device == "cuda" and self.dtype in ("int8", "int4"):
+            raise ValueError(f'dtype "{self.dtype}" is for device "cpu"; on cuda it is not built')
+        return self
 
 
 class CpuAttnConfig(Section):
@@ -274,6 +297,14 @@ class Config(Section):
             raise ValueError(f'kv.host_dtype "{self.kv.host_dtype}" needs cpu_attn.kv_bytes greater than 0')
         if self.cpu_attn[0].elastic and not has_pool:
             raise ValueError("cpu_attn.elastic needs cpu_attn.kv_bytes greater than 0")
+        for key in ("prefill_policy", "decode_policy"):
+            policy = getattr(self.planner, key)
+            if policy in ("partition", "cpu_only") and not has_pool:
+                raise ValueError(f'planner.{key} "{policy}" needs cpu_attn.kv_bytes greater than 0')
+            if policy in ("partition", "cpu_only") and len(self.cpu_attn) > 1:
+                raise ValueError(f'planner.{key} "{policy}" needs a single [cpu_attn], there are {len(self.cpu_attn)}')
+            if policy in ("partition", "cpu_only") and self.planner.mode == "decoupled":
+                raise ValueError(f'planner.{key} "{policy}" has no cohort: planner.mode must not be "decoupled"')
         if self.planner.mode == "gpu_only" and self.gpu.kv_bytes == 0:
             raise ValueError('planner.mode "gpu_only" needs gpu.kv_bytes greater than 0')
         return self
@@ -365,8 +396,8 @@ def load_from_argv(service: str) -> Config:
     return _load_or_exit(service, sys.argv[2])
 
 
-def load_cpu_attn_from_argv(service: str) -> tuple[CpuAttnConfig, str]:
-    """The table of the one that this process is, and how messages name it; exits as `load_from_argv`."""
+def load_cpu_attn_from_argv(service: str) -> tuple[Config, int]:
+    """And which of `Config.cpu_attn` this process is; exits as `load_from_argv`."""
     arguments = sys.argv[1:]
     has_index = len(arguments) == 4 and arguments[2] == "--index" and arguments[3].isdecimal()
     if not arguments or arguments[0] != "--config" or not (len(arguments) == 2 or has_index):
@@ -377,7 +408,7 @@ def load_cpu_attn_from_argv(service: str) -> tuple[CpuAttnConfig, str]:
     if index >= len(config.cpu_attn):
         print(f"{service}: --index must be from 0 to {len(config.cpu_attn) - 1}, is {index}", file=sys.stderr)
         raise SystemExit(2)
-    return config.cpu_attn[index], config.cpu_attn_key(index)
+    return config, index
 
 
 def _load_or_exit(service: str, path: str) -> Config:

@@ -181,6 +181,8 @@ class Timings:
     head_ns: int = 0
     idle_ns: int = 0
     prompt_logprobs_ns: int = 0
+    weight_wait_ns: int = 0
+    weight_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,10 +22,14 @@ class TraceKind(IntEnum):
     HEAD = 10
     CPU_WAIT = 11
     CPU_ATTEND = 12
+    WEIGHT_WAIT = 13
+    WEIGHT_COPY = 14
+    CPU_LAYER = 15
+    RUN_PROMPTS = 16
 
     @property
     def is_bubble(self) -> bool:
-        """Whether the process only waits for the other one."""
+        """Whether the process only waits, for the other one or for the link."""
         return self in _BUBBLES
 
 
@@ -38,7 +42,7 @@ def batch_name(index: int) -> str:
     return "cohort" if index == COHORT else f"sub-batch {index}"
 
 
-_BUBBLES = frozenset({TraceKind.WAIT, TraceKind.REPORT, TraceKind.CPU_WAIT})
+_BUBBLES = frozenset({TraceKind.WAIT, TraceKind.REPORT, TraceKind.CPU_WAIT, TraceKind.WEIGHT_WAIT})
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +100,8 @@ class IterationTrace:
     """One after another without a gap."""
     cpu: TraceEvents = TraceEvents()
     """One after another; none where the CPU attention service had nothing to attend."""
+    link: TraceEvents = TraceEvents()
+    """Weights on their way to the device, one layer after another."""
     predicted_ns: int = 0
     """What the planner predicted duration_ns to be; 0 where it predicted nothing."""
 

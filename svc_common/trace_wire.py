@@ -32,6 +32,7 @@ def trace_to_message(trace: IterationTrace) -> pb.IterationTrace:
         ],
         gpu=_events_to_message(trace.gpu),
         cpu=_events_to_message(trace.cpu),
+        link=_events_to_message(trace.link),
         predicted_ns=trace.predicted_ns,
     )
 
@@ -64,6 +65,7 @@ def trace_from_message(message: pb.IterationTrace) -> IterationTrace:
         ),
         gpu=_events_from_message(message.gpu),
         cpu=_events_from_message(message.cpu),
+        link=_events_from_message(message.link),
         predicted_ns=message.predicted_ns,
     )
 

@@ -25,14 +25,21 @@ void require(bool holds, const std::string& what) {
     if (!holds) throw PlaneError(what);
 }
 
+// See IterationTimes.
+std::uint64_t trace_code(std::uint64_t kind, std::size_t index, int layer) {
+    return kind << 32 | static_cast<std::uint64_t>(index) << 16 | static_cast<std::uint64_t>(layer);
+}
+
 }  // namespace
 
-Worker::Worker(Region& region, const Kernel& kernel, ThreadPool& threads)
+Worker::Worker(Region& region, const Kernel& kernel, ThreadPool& threads, LayerRunner* layers)
     : region_(region),
+      layers_(layers),
       attention_(kernel, heads_of(region.shape()), kernel_shape_of(region.shape()), threads),
       threads_(threads),
       heads_(heads_of(region.shape())),
       kernel_shape_(kernel_shape_of(region.shape())) {
+    require(layers != nullptr || region.shape().num_cpu_layers == 0, "the region's CPU layers are not loaded");
     for (int layer = 0; layer < region.shape().num_layers; ++layer) {
         const std::int32_t window = region.shape().sliding_windows[layer];
         const auto known = std::find(windows_.begin(), windows_.end(), window);
@@ -41,8 +48,9 @@ Worker::Worker(Region& region, const Kernel& kernel, ThreadPool& threads)
     }
 }
 
-IterationTimes Worker::run(const std::vector<SubBatch>& sub_batches, LayerRange layers, bool trace) {
-    check(sub_batches, layers);
+IterationTimes Worker::run(const std::vector<SubBatch>& sub_batches, LayerRange layers, bool trace,
+                           const LayerWork& work) {
+    check(sub_batches, layers, work);
     const int num_threads = threads_.resize();
     std::vector<DecodePlan> plans;
     // One for each kind of layer; layers of a kind share it.
@@ -51,43 +59,79 @@ IterationTimes Worker::run(const std::vector<SubBatch>& sub_batches, LayerRange 
         for (const std::int32_t window : windows_)
             plans.emplace_back(batch.decodes, heads_, kernel_shape_, window, num_threads);
 
+    Control& control = region_.control();
+    const bool by_layer = !layers.in_turn;
+    const std::size_t num_submits = sub_batches.size() * layers.count;
+    const std::size_t per_layer = std::max<std::size_t>(sub_batches.size(), 1);
+    const std::size_t per_sub_batch = std::max(layers.count, 1);
+    const auto all_batches = static_cast<std::uint32_t>(work.first_batch + work.batches.size());
+    std::size_t submit = 0, batch = 0;  // what comes next of either work
+    std::int32_t batch_layer = 0;       // of that batch
     IterationTimes times{};
-    if (trace) times.trace_ns.reserve(3 * sub_batches.size() * layers.count);
     auto start = Clock::now();
-    const Layout& at = region_.layout();
-    const auto q_stride = static_cast<std::size_t>(heads_.num_q_heads) * kernel_shape_.head_dim;
-    for (int number = 1; number <= layers.count; ++number) {
-        const int layer = layers.first + number - 1;
-        for (std::size_t i = 0; i < sub_batches.size(); ++i) {
-            const SubBatch& batch = sub_batches[i];
-            wait_for_submit(batch, number);
-            const auto submitted = Clock::now();
-            std::byte* slot = region_.slot(batch.slot);
-            DecodePlan& plan = plans[i * windows_.size() + layer_window_[layer]];
-            attention_.run(plan, {region_.pool_layer(layer), region_.scales_layer(layer), slot + at.slot_q, q_stride,
-                                  slot + at.slot_k, slot + at.slot_v, slot + at.slot_out, q_stride});
-            const auto completed = Clock::now();
-            region_.control().completed[batch.slot].ring(batch.first_submit + number);
-            times.wait_ns += to_ns(submitted - start);
-            times.compute_ns += to_ns(completed - submitted);
-            if (trace) times.trace_ns.insert(times.trace_ns.end(), {to_ns(start), to_ns(submitted), to_ns(completed)});
-            start = completed;
+    while (submit < num_submits || batch < work.batches.size()) {
+        const std::size_t place = by_layer ? submit % per_layer : submit / per_sub_batch;
+        const std::size_t turn = by_layer ? submit / per_layer : submit % per_sub_batch;
+        const auto number = static_cast<std::uint32_t>(turn + 1);
+        bool attends = submit < num_submits;
+        if (batch < work.batches.size()) {
+            // Attention is handed over only after all batches; where none is there yet, a layer goes on meanwhile.
+            wait(layer_waiter_, control.layers_submitted, all_batches);
+            attends = attends && control.submitted[sub_batches[place].slot].reached(sub_batches[place].first_submit + number);
+        } else {
+            const SubBatch& next = sub_batches[place];
+            wait(waiters_[next.slot], control.submitted[next.slot], next.first_submit + number);
         }
+        const auto begun = Clock::now();
+        std::array<std::uint64_t, 4> event{};
+        if (attends) {
+            const int layer = layers.first + static_cast<int>(turn);
+            attend(sub_batches[place], plans[place * windows_.size() + layer_window_[layer]], layer);
+            control.completed[sub_batches[place].slot].ring(sub_batches[place].first_submit + number);
+            event[0] = trace_code(0, place, layer);
+            ++submit;
+        } else {
+            const LayerBatch& passing = work.batches[batch];
+            if (const char* why = given_up()) throw Interrupted(why);
+            if (batch_layer == 0) layers_->begin(passing);
+            layers_->run_layer(batch_layer);
+            event[0] = trace_code(1, batch, batch_layer);
+            if (++batch_layer == passing.num_layers) {
+                batch_layer = 0;
+                control.layers_completed.ring(static_cast<std::uint32_t>(work.first_batch + ++batch));
+            }
+        }
+        const auto completed = Clock::now();
+        times.wait_ns += to_ns(begun - start);
+        times.compute_ns += to_ns(completed - begun);
+        if (trace) times.trace_ns.push_back({event[0], to_ns(start), to_ns(begun), to_ns(completed)});
+        start = completed;
     }
     return times;
+}
+
+void Worker::attend(const SubBatch& batch, DecodePlan& plan, int layer) {
+    const Layout& at = region_.layout();
+    const auto q_stride = static_cast<std::size_t>(heads_.num_q_heads) * kernel_shape_.head_dim;
+    std::byte* slot = region_.slot(batch.slot);
+    attention_.run(plan, {region_.pool_layer(layer), region_.scales_layer(layer), slot + at.slot_q, q_stride,
+                          slot + at.slot_k, slot + at.slot_v, slot + at.slot_out, q_stride});
 }
 
 void Worker::cancel() {
     cancelled_.store(true);
     for (auto& bell : region_.control().submitted) bell.nudge();
+    region_.control().layers_submitted.nudge();
 }
 
-void Worker::check(const std::vector<SubBatch>& sub_batches, LayerRange layers) const {
+void Worker::check(const std::vector<SubBatch>& sub_batches, LayerRange layers, const LayerWork& work) const {
     const std::int32_t num_layers = region_.shape().num_layers;
-    require(layers.first >= 0 && layers.first < num_layers && layers.count >= 1 &&
-                layers.count <= num_layers - layers.first,
+    const std::int32_t lowest = region_.shape().num_cpu_layers;
+    const bool exist = layers.first >= lowest && layers.first < num_layers && layers.count >= 1 &&
+                       layers.count <= num_layers - layers.first;
+    require(exist || (sub_batches.empty() && layers.count >= 0),
             std::to_string(layers.count) + " layers from layer " + std::to_string(layers.first) + " on, of " +
-                std::to_string(num_layers));
+                std::to_string(num_layers) + " with " + std::to_string(lowest) + " on the CPU");
     bool used[num_slots] = {};
     for (const SubBatch& batch : sub_batches) {
         require(batch.slot >= 0 && batch.slot < num_slots, "slot " + std::to_string(batch.slot));
@@ -95,23 +139,23 @@ void Worker::check(const std::vector<SubBatch>& sub_batches, LayerRange layers) 
         used[batch.slot] = true;
         check_decodes(batch.decodes, region_.shape(), region_.num_blocks());
     }
+    require(work.batches.empty() || layers_ != nullptr, "the region has no CPU layers");
+    for (const LayerBatch& batch : work.batches) layers_->check(batch);
 }
 
-void Worker::wait_for_submit(const SubBatch& batch, int number) {
+const char* Worker::given_up() const {
+    if (cancelled_.load(std::memory_order_relaxed)) return "the region was given up";
+    return region_.is_closed() ? "the executor closed the region" : nullptr;
+}
+
+void Worker::wait(Waiter& waiter, Doorbell& bell, std::uint32_t target) {
     const char* why = nullptr;
     auto interrupted = [&](bool slept_a_slice) {
-        if (cancelled_.load(std::memory_order_relaxed)) {
-            why = "the region was given up";
-        } else if (region_.is_closed()) {
-            why = "the executor closed the region";
-        } else if (slept_a_slice && !region_.peer_alive()) {
-            why = "the executor is gone";
-        }
+        why = given_up();
+        if (why == nullptr && slept_a_slice && !region_.peer_alive()) why = "the executor is gone";
         return why != nullptr;
     };
-    const auto result = waiters_[batch.slot].wait(region_.control().submitted[batch.slot],
-                                                  batch.first_submit + number, Clock::time_point::max(), interrupted);
-    if (result != WaitResult::reached) throw Interrupted(why);
+    if (waiter.wait(bell, target, Clock::time_point::max(), interrupted) != WaitResult::reached) throw Interrupted(why);
 }
 
 }  // namespace neoflex

@@ -1,12 +1,17 @@
-// Computes one iteration over a region, all layers or some: layer by layer, sub-batch by sub-batch, as the executor submits them.
+// Computes one iteration over a region: batches through the CPU layers, and decode attention of the layers above them.
+//
+// Attention comes layer by layer, sub-batch by sub-batch, as the executor submits it, or with CPU layers all layers of
+// one sub-batch after the other. It goes before what is left of the CPU layers: the executor waits for each.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <vector>
 
 #include "decode_attention.h"
 #include "kernels.h"
+#include "layers.h"
 #include "region.h"
 #include "waiter.h"
 
@@ -18,17 +23,19 @@ struct SubBatch {
     DecodeBatch decodes;
 };
 
-// Layers that an iteration takes its sub-batches through.
+// Layers that an iteration attends for its sub-batches in.
 struct LayerRange {
     std::int32_t first;
     std::int32_t count;
+    bool in_turn = false;  // all of them for one sub-batch, then for the next; else layer by layer
 };
 
 struct IterationTimes {
     std::uint64_t compute_ns;
     std::uint64_t wait_ns;  // for submits
-    // Only where asked for, three for each sub-batch of each layer: when it began to wait, to attend, and had attended.
-    std::vector<std::uint64_t> trace_ns;
+    // Only where asked for, for each piece of work: what it was, when it began to wait, to compute, and had computed.
+    // What: 0 for attention, 1 for a CPU layer; the sub-batch by its place, or the batch; the layer.
+    std::vector<std::array<std::uint64_t, 4>> trace_ns;
 };
 
 // The iteration was given up: the executor is gone, the region was closed or the worker was cancelled.
@@ -36,23 +43,34 @@ struct Interrupted : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
+// Batches that pass the CPU layers in one iteration, in the order in which they are handed over, all at once.
+struct LayerWork {
+    std::uint32_t first_batch = 0;  // number on the doorbell before this iteration
+    std::vector<LayerBatch> batches;
+};
+
 class Worker {
   public:
-    // Region and threads must outlive the worker. Of workers that share threads one runs at a time.
-    Worker(Region& region, const Kernel& kernel, ThreadPool& threads);
+    // All must outlive the worker; `layers` is null where the region has no CPU layers. Of workers that share threads
+    // one runs at a time.
+    Worker(Region& region, const Kernel& kernel, ThreadPool& threads, LayerRunner* layers = nullptr);
 
     // Throws PlaneError where a number is out of range, before any memory is touched, and Interrupted.
-    IterationTimes run(const std::vector<SubBatch>& sub_batches, LayerRange layers, bool trace);
+    IterationTimes run(const std::vector<SubBatch>& sub_batches, LayerRange layers, bool trace,
+                       const LayerWork& work = {});
 
-    // Ends the running iteration, and each later one, at its next wait. From any thread.
+    // Ends the running iteration, and each later one, at its next wait or CPU layer. From any thread.
     void cancel();
 
   private:
-    void check(const std::vector<SubBatch>& sub_batches, LayerRange layers) const;
-    // `number` counts the iteration's submits to the batch's slot from 1.
-    void wait_for_submit(const SubBatch& batch, int number);
+    void check(const std::vector<SubBatch>& sub_batches, LayerRange layers, const LayerWork& work) const;
+    // Why nobody wants the iteration any more; null: somebody does.
+    const char* given_up() const;
+    void wait(Waiter& waiter, Doorbell& bell, std::uint32_t target);
+    void attend(const SubBatch& batch, DecodePlan& plan, int layer);
 
     Region& region_;
+    LayerRunner* layers_;
     DecodeAttention attention_;
     ThreadPool& threads_;
     HeadCounts heads_;
@@ -60,6 +78,7 @@ class Worker {
     std::vector<std::int32_t> windows_;      // that layers have, each once
     std::vector<std::size_t> layer_window_;  // by layer: which of them
     Waiter waiters_[num_slots];
+    Waiter layer_waiter_;
     std::atomic<bool> cancelled_{false};
 };
 

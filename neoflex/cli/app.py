@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from neoflex.cli import bench, demo, doctor, generate, model, simulate, status, trace, up
+from neoflex.cli import bench, demo, doctor, generate, model, plan, simulate, status, trace, up
 from neoflex.cli.output import fail
 from neoflex.errors import NeoflexError
 from neoflex.supervisor import StackError
@@ -26,6 +26,7 @@ app.command()(bench.bench)
 app.command()(doctor.doctor)
 app.command()(demo.demo)
 app.command(context_settings=simulate.PASSED_ON)(simulate.simulate)
+app.command(context_settings=simulate.PASSED_ON)(plan.plan)
 app.add_typer(model.app, name="model")
 
 

@@ -98,6 +98,7 @@ def _calibration(factors: CalibrationFactors) -> Table:
         ("attention of prompts", factors.prefill),
         ("attention of decodes on the GPU", factors.gpu_decode),
         ("attention of decodes on the CPU", factors.cpu_decode),
+        *((f"attention of decodes in pool {pool}", value) for pool, value in sorted(factors.further_pools.items())),
         ("output head and sampling", factors.head),
         ("moving KV between tiers", factors.swap),
         ("the rest", factors.overhead),

@@ -141,7 +141,7 @@ def _table(summary: Summary) -> Table:
     table.add_row("iterations", f"{summary.num_iterations}{missed} in {summary.wall_ns / 1e9:.2f} s")
     table.add_row("by mode", summary.describe_modes(), end_section=True)
     table.add_row("gpu_svc busy", f"{summary.gpu_busy_share:.1%}")
-    table.add_row("gpu_svc waiting for the CPU", f"{summary.gpu_bubble_share:.1%}")
+    table.add_row("gpu_svc waiting for the CPU or for weights", f"{summary.gpu_bubble_share:.1%}")
     table.add_row("gpu_svc without a plan", f"{summary.idle_share:.1%}")
     table.add_row("cpu_attn_svc busy", f"{summary.cpu_busy_share:.1%}")
     table.add_row("cpu_attn_svc waiting for a submit", f"{summary.cpu_bubble_share:.1%}")

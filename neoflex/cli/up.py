@@ -49,6 +49,7 @@ _TYPED = {
     ("gpu", "device"): "--device",
     ("gpu", "dtype"): "--dtype",
     ("gpu", "kv_bytes"): "--gpu-kv-bytes",
+    ("gpu", "memory_bytes"): "--gpu-memory-bytes",
     ("gpu", "num_threads"): "--gpu-threads",
     ("cpu_attn", "kv_bytes"): "--host-kv-bytes",
     ("cpu_attn", "num_threads"): "--cpu-threads",
@@ -92,6 +93,9 @@ _SERVICES = typer.Option(
     help="Services of attention on the CPU, say one for each NUMA node; they share out pool and threads.",
     show_default="those of the TOML file, or 1",
 )
+_MEMORY = typer.Option(
+    help="Cap of weights and KV on the GPU; layers that do not fit are streamed.", show_default="what the GPU has"
+)
 _DTYPES = "auto, fp32, bf16, fp16"
 
 
@@ -102,6 +106,7 @@ def up(
         str | None, _setting(PlannerConfig, "mode", "auto, gpu_only, asymmetric, same_layer or decoupled.")
     ] = None,
     gpu_kv_bytes: Annotated[str | None, _setting(GpuConfig, "kv_bytes", "GPU KV cache, as 64MiB; 0: none.")] = None,
+    gpu_memory_bytes: Annotated[str | None, _MEMORY] = None,
     host_kv_bytes: Annotated[
         str | None, _setting(CpuAttnConfig, "kv_bytes", "Host KV pools together; 0 runs without cpu_attn_svc.")
     ] = None,
@@ -110,7 +115,9 @@ def up(
         str | None, _setting(KvConfig, "host_dtype", f"The same on the host: {_DTYPES}, int8; auto: as on the GPU.")
     ] = None,
     device: Annotated[str | None, _setting(GpuConfig, "device", "auto, cuda or cpu.")] = None,
-    dtype: Annotated[str | None, _setting(GpuConfig, "dtype", f"Type to compute in: {_DTYPES}.")] = None,
+    dtype: Annotated[
+        str | None, _setting(GpuConfig, "dtype", f"Type to compute in: {_DTYPES}; int8, int4: of the weights, on cpu.")
+    ] = None,
     port: Annotated[int | None, _PORT] = None,
     cpu_threads: Annotated[
         int | None, _setting(CpuAttnConfig, "num_threads", "Threads of attention on the CPU, together.")
@@ -144,6 +151,7 @@ def up(
         ("gpu", "device"): device,
         ("gpu", "dtype"): dtype,
         ("gpu", "kv_bytes"): gpu_kv_bytes,
+        ("gpu", "memory_bytes"): gpu_memory_bytes,
         ("gpu", "num_threads"): gpu_threads,
         ("cpu_attn", "kv_bytes"): host_kv_bytes,
         ("cpu_attn", "num_threads"): cpu_threads,

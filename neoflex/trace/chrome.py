@@ -19,14 +19,19 @@ NAMES = {
     TraceKind.HEAD: "head and sampling",
     TraceKind.CPU_WAIT: "wait for submit",
     TraceKind.CPU_ATTEND: "attend",
+    TraceKind.CPU_LAYER: "layer",
+    TraceKind.RUN_PROMPTS: "prompts' layers",
+    TraceKind.WEIGHT_WAIT: "wait for weights",
+    TraceKind.WEIGHT_COPY: "weights",
 }
-GPU_PID, CPU_PID = 1, 2
+GPU_PID, CPU_PID, LINK_PID = 1, 2, 3
 _ITERATIONS, _STEPS = 1, 2
 _LANES = (
     (GPU_PID, "gpu_svc", _ITERATIONS, "iterations"),
     (GPU_PID, "gpu_svc", _STEPS, "steps"),
     (CPU_PID, "cpu_attn_svc", _STEPS, "steps"),
 )
+_LINK_LANE = (LINK_PID, "link", _STEPS, "weights")
 
 
 def to_chrome(traces: Sequence[IterationTrace]) -> dict[str, Any]:
@@ -35,12 +40,18 @@ def to_chrome(traces: Sequence[IterationTrace]) -> dict[str, Any]:
     return {
         "displayTimeUnit": "ms",
         "otherData": {"clock": "CLOCK_MONOTONIC", "base_ns": base_ns},
-        "traceEvents": [*_metadata(), *_idle(traces, base_ns), *(e for t in traces for e in _iteration(t, base_ns))],
+        "traceEvents": [
+            *_metadata(traces),
+            *_idle(traces, base_ns),
+            *(e for t in traces for e in _iteration(t, base_ns)),
+        ],
     }
 
 
-def _metadata() -> Iterator[dict[str, Any]]:
-    for pid, process, tid, lane in _LANES:
+def _metadata(traces: Sequence[IterationTrace]) -> Iterator[dict[str, Any]]:
+    """The link has a lane where weights crossed it."""
+    lanes = (*_LANES, _LINK_LANE) if any(len(trace.link) for trace in traces) else _LANES
+    for pid, process, tid, lane in lanes:
         yield {"ph": "M", "name": "process_name", "pid": pid, "tid": tid, "args": {"name": process}}
         yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": pid}}
         yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": lane}}
@@ -74,7 +85,7 @@ def _iteration(trace: IterationTrace, base_ns: int) -> Iterator[dict[str, Any]]:
     }
     name = f"{trace.iteration}: {trace.mode.value}"
     yield _complete(name, (GPU_PID, _ITERATIONS), trace.start_ns - base_ns, trace.duration_ns, arguments)
-    for pid, events in ((GPU_PID, trace.gpu), (CPU_PID, trace.cpu)):
+    for pid, events in ((GPU_PID, trace.gpu), (CPU_PID, trace.cpu), (LINK_PID, trace.link)):
         for event in trace.events(events):
             lane, where = (pid, _STEPS), _arguments(trace, event)
             yield _complete(NAMES[event.kind], lane, event.start_ns - base_ns, event.duration_ns, where)

@@ -8,11 +8,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from neoflex.trace.summary import Summary
-from svc_common.trace import COHORT, IterationTrace, TraceEvent, TraceKind, batch_name
+from svc_common.trace import COHORT, IterationTrace, TraceEvent, TraceEvents, TraceKind, batch_name
 
 _MAX_ITERATIONS = 5
 _NUM_LAYERS = 3
-_GPU_LANE, _CPU_LANE = 1.0, 0.0
+_GPU_LANE, _CPU_LANE, _LINK_LANE = 1.0, 0.0, -1.0
 _LANE_HEIGHT = 0.72
 _LINEAR, _ATTENTION, _BESIDE, _BUBBLE = 0, 1, 2, 3
 # By sub-batch: linear operations and attention.
@@ -24,9 +24,13 @@ _CLASSES = {
     TraceKind.ATTEND_PREFILLS: _ATTENTION,
     TraceKind.ATTEND_DECODES: _ATTENTION,
     TraceKind.CPU_ATTEND: _ATTENTION,
+    TraceKind.CPU_LAYER: _LINEAR,
+    TraceKind.RUN_PROMPTS: _LINEAR,
     TraceKind.WAIT: _BUBBLE,
     TraceKind.REPORT: _BUBBLE,
     TraceKind.CPU_WAIT: _BUBBLE,
+    TraceKind.WEIGHT_WAIT: _BUBBLE,
+    TraceKind.WEIGHT_COPY: _BESIDE,
 }
 _LABELS = {
     TraceKind.PRE_ATTENTION: "pre",
@@ -34,8 +38,12 @@ _LABELS = {
     TraceKind.ATTEND_PREFILLS: "prefill attention",
     TraceKind.ATTEND_DECODES: "attention",
     TraceKind.CPU_ATTEND: "attention",
+    TraceKind.CPU_LAYER: "layer",
+    TraceKind.RUN_PROMPTS: "prompts",
     TraceKind.WAIT: "waits",
     TraceKind.CPU_WAIT: "waits",
+    TraceKind.WEIGHT_WAIT: "waits",
+    TraceKind.WEIGHT_COPY: "weights",
 }
 
 
@@ -57,7 +65,7 @@ def draw(traces: Sequence[IterationTrace], summary: Summary, path: Path) -> None
 def _title(summary: Summary) -> str:
     return (
         f"{summary.num_iterations} iterations in {summary.wall_ns / 1e9:.2f} s: {summary.describe_modes()}.   "
-        f"gpu_svc: {summary.gpu_busy_share:.0%} busy, {summary.gpu_bubble_share:.0%} waiting for the CPU, "
+        f"gpu_svc: {summary.gpu_busy_share:.0%} busy, {summary.gpu_bubble_share:.0%} waiting, "
         f"{summary.idle_share:.0%} idle.   "
         f"cpu_attn_svc: {summary.cpu_busy_share:.0%} busy.   Both at once: {summary.both_busy_share:.0%}"
     )
@@ -79,7 +87,7 @@ def _representative(traces: Sequence[IterationTrace]) -> int:
 def _draw_iterations(axes: Axes, traces: Sequence[IterationTrace]) -> None:
     base_ns = traces[0].start_ns
     for trace in traces:
-        for lane, events in ((_GPU_LANE, trace.gpu), (_CPU_LANE, trace.cpu)):
+        for lane, events in _lanes(trace):
             for event in trace.events(events):
                 _bar(axes, lane, event, base_ns)
         for edge_ns in (trace.start_ns, trace.end_ns):
@@ -87,7 +95,11 @@ def _draw_iterations(axes: Axes, traces: Sequence[IterationTrace]) -> None:
         middle_ms = (trace.start_ns + trace.duration_ns / 2 - base_ns) / 1e6
         axes.text(middle_ms, 1.46, _describe(trace), ha="center", va="bottom", fontsize=8)
     axes.set_xlim(0, (traces[-1].end_ns - base_ns) / 1e6)
-    _finish(axes, "ms")
+    _finish(axes, "ms", any(len(trace.link) for trace in traces))
+
+
+def _lanes(trace: IterationTrace) -> tuple[tuple[float, TraceEvents], ...]:
+    return (_GPU_LANE, trace.gpu), (_CPU_LANE, trace.cpu), (_LINK_LANE, trace.link)
 
 
 def _describe(trace: IterationTrace) -> str:
@@ -109,7 +121,7 @@ def _draw_layers(axes: Axes, trace: IterationTrace) -> None:
     shown = layers[first : first + _NUM_LAYERS]
     steps = [event for event in in_layers if event.layer in shown] or on_gpu
     start_ns, end_ns = steps[0].start_ns, steps[-1].end_ns
-    for lane, events in ((_GPU_LANE, trace.gpu), (_CPU_LANE, trace.cpu)):
+    for lane, events in _lanes(trace):
         for event in trace.events(events):
             if event.end_ns > start_ns and event.start_ns < end_ns:
                 _bar(axes, lane, event, start_ns)
@@ -117,7 +129,7 @@ def _draw_layers(axes: Axes, trace: IterationTrace) -> None:
     axes.set_xlim(0, (end_ns - start_ns) / 1e6)
     which = f"layers {shown[0]} to {shown[-1]} of {layers[0]} to {layers[-1]}" if shown else "no layers"
     axes.set_title(f"iteration {trace.iteration}, {which}; numbers on the bars are layers", loc="left", fontsize=10)
-    _finish(axes, "ms")
+    _finish(axes, "ms", len(trace.link) > 0)
 
 
 def _bar(axes: Axes, lane: float, event: TraceEvent, base_ns: int) -> None:
@@ -160,13 +172,14 @@ def _label(axes: Axes, lane: float, event: TraceEvent, start_ns: int, end_ns: in
         ha="center",
         va="center",
         fontsize=8,
-        color="white" if kind == _LINEAR else "black",
+        color="white" if kind in (_LINEAR, _BESIDE) else "black",
     )
 
 
-def _finish(axes: Axes, unit: str) -> None:
-    axes.set_yticks([_GPU_LANE, _CPU_LANE], ["gpu_svc", "cpu_attn_svc"])
-    axes.set_ylim(-0.45, 1.45)
+def _finish(axes: Axes, unit: str, has_link: bool) -> None:
+    lanes = {"gpu_svc": _GPU_LANE, "cpu_attn_svc": _CPU_LANE} | ({"link": _LINK_LANE} if has_link else {})
+    axes.set_yticks(list(lanes.values()), list(lanes))
+    axes.set_ylim(min(lanes.values()) - 0.45, 1.45)
     axes.set_xlabel(unit, fontsize=9)
     axes.tick_params(axis="x", labelsize=8)
     for side in ("top", "right", "left"):
@@ -179,8 +192,13 @@ def _legend(sub_batches: Sequence[int]) -> list[Patch]:
         linear, attention = _COLOURS[sub_batch]
         handles.append(Patch(color=linear, label=f"{batch_name(sub_batch)}: linear operations"))
         handles.append(Patch(color=attention, label=f"{batch_name(sub_batch)}: attention"))
-    handles.append(Patch(color=_BESIDE_COLOUR, label="copies, bookkeeping, head and sampling"))
+    handles.append(Patch(color=_BESIDE_COLOUR, label="copies, weights, bookkeeping, head and sampling"))
     handles.append(
-        Patch(facecolor=_BUBBLE_COLOUR, edgecolor="#c9c9c9", hatch="////", label="bubble: waits for the other side")
+        Patch(
+            facecolor=_BUBBLE_COLOUR,
+            edgecolor="#c9c9c9",
+            hatch="////",
+            label="bubble: waits for the other side or for weights",
+        )
     )
     return handles

@@ -16,12 +16,12 @@ class IterationTimes:
 
     total_ns: int
     gpu_busy_ns: int
-    """Of the executor's thread: all but its waits for the CPU."""
+    """Of the executor's thread: all but its waits."""
     cpu_busy_ns: int
     """The CPU attention service attended."""
     both_busy_ns: int
     gpu_bubble_ns: int
-    """The executor waited for the CPU."""
+    """The executor waited for the CPU, or for weights."""
     cpu_bubble_ns: int
     """The CPU attention service waited for a submit, from its first wait to its last attention."""
     hops_ns: tuple[int, ...]

@@ -73,7 +73,8 @@ class Calibration:
         self._head.observe((terms.head_s / factors.head,), head_s)
         if swap_s > 0 and terms.swap_s > 0:
             self._swap.observe((terms.swap_s / factors.swap,), swap_s + terms.swap_hidden_s)
-        known_s = (timings.cpu_wait_ns + timings.prompt_logprobs_ns) / 1e9 + swap_s + (head_s or terms.head_s)
+        waits_ns = timings.cpu_wait_ns + timings.weight_wait_ns + timings.prompt_logprobs_ns
+        known_s = waits_ns / 1e9 + swap_s + (head_s or terms.head_s)
         gpu = (
             terms.weights_s / factors.weights,
             terms.tokens_s / factors.tokens,

@@ -48,3 +48,8 @@ class OperationTables:
     """Per layer, until each side has noticed the other's doorbell."""
     cpu_pool_factors: tuple[float, ...] = ()
     """What attention takes in each host pool, in multiples of `cpu_decode`; () where there is but one."""
+    cpu_linear: tuple[LinearPoint, ...] = ()
+    """In layers that the CPU computes."""
+    cpu_prefill: tuple[PrefillPoint, ...] = ()
+    link_bytes_per_s: float = 0.0
+    """Of weights from host memory to the device; 0 where it was not measured."""

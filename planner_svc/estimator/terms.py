@@ -51,5 +51,7 @@ class Terms:
     """The same by host pool, where there are several."""
     head_s: float = 0.0
     swap_s: float = 0.0
+    weight_wait_s: float = 0.0
+    """In which the GPU waits for weights that are streamed."""
     swap_hidden_s: float = 0.0
     """So much of a longer swap goes on beside the layers."""

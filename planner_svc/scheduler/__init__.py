@@ -1,6 +1,7 @@
 """Turns requests and results into iteration plans: the only code that decides. No I/O, clock or log."""
 
 from planner_svc.scheduler.admission import AdmissionError, AdmissionReason, LateError
+from planner_svc.scheduler.demand import Demand
 from planner_svc.scheduler.events import Applied, Counters, History, TokenEvent
 from planner_svc.scheduler.limits import Capacity, ModePolicy
 from planner_svc.scheduler.scheduler import Scheduler
@@ -13,6 +14,7 @@ __all__ = [
     "Applied",
     "Capacity",
     "Counters",
+    "Demand",
     "History",
     "LateError",
     "ModePolicy",

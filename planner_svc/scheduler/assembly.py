@@ -91,6 +91,8 @@ class Assembly:
 
     def _stepping(self, host_decodes: list[Sequence]) -> list[Sequence]:
         """Who would go as a cohort: all, but nobody as long as one is due, since a step takes many iterations."""
+        if self._capacity.has_cpu_layers:
+            return []
         if self._policy == "decoupled" or (self._policy == "auto" and not any(map(bounds, host_decodes))):
             return host_decodes
         return []

@@ -52,9 +52,19 @@ class Decision:
 
 
 def decide(
-    work: Work, limits: Bounds, calibration: Calibration, policy: ModePolicy, start_s: float, is_stepping: bool
+    work: Work,
+    limits: Bounds,
+    calibration: Calibration,
+    policy: ModePolicy,
+    start_s: float,
+    is_stepping: bool,
+    has_cpu_layers: bool,
 ) -> Decision:
-    """Chooses among what has room. `is_stepping`: the cohort's step is under way. Changes nothing."""
+    """Chooses among what has room. `is_stepping`: the cohort's step is under way. Changes nothing.
+
+    With CPU layers two sub-batches may pay without any CPU decode: one is in the CPU's layers while the other is in the
+    GPU's.
+    """
     chooser = _Chooser(work, limits, calibration)
     num_all = len(work.cpu_decodes)
     if is_stepping or (policy == "decoupled" and work.cohort):
@@ -65,6 +75,8 @@ def decide(
     options: list[Decision] = []
     if num_due == 0 and not (limits.runs_cpu and num_all):
         options.append(chooser.fill(0))
+        if has_cpu_layers and work.chunks:
+            options.append(chooser.fill(0, is_split=True))
     for is_split in (False, True) if num_all else ():
         counts = {chooser.largest(num_due, num_all, is_split), chooser.hidden(num_due, num_all, is_split), num_due}
         options += [chooser.fill(count, is_split) for count in sorted(counts) if count]

@@ -25,6 +25,8 @@ class Capacity:
     """Prompt and answer together."""
     block_bytes: int
     """Of one block over all layers on the host: what moves when it is swapped."""
+    has_cpu_layers: bool = False
+    """Some layers of all sequences are the CPU's: none of them can then go at a pace of its own."""
 
     @property
     def host_blocks(self) -> int:

@@ -9,6 +9,7 @@ from planner_svc.scheduler.batch import Batch
 from planner_svc.scheduler.cohort import Cohort
 from planner_svc.scheduler.costs import Costs
 from planner_svc.scheduler.decision import decide
+from planner_svc.scheduler.demand import Demand
 from planner_svc.scheduler.events import Applied, Counters, History, Tally, TokenEvent
 from planner_svc.scheduler.forecast import Forecast
 from planner_svc.scheduler.in_flight import InFlight, Planned
@@ -130,7 +131,8 @@ class Scheduler:
         decodes = placement.reserve_decodes(self._capacity.max_batch_tokens, cohort.members)
         order_decodes(decodes.host)
         work, limits, held_back = self._assembly.collect(decodes, cohort, start_s)
-        decision = decide(work, limits, self._calibration, self._policy, start_s, cohort.is_under_way)
+        has_cpu_layers = self._capacity.has_cpu_layers
+        decision = decide(work, limits, self._calibration, self._policy, start_s, cohort.is_under_way, has_cpu_layers)
         batch = work.batch(decision.shape)
         passed_over = [] if batch.cohort else work.cpu_decodes[decision.shape.num_cpu_decodes :]
         for sequence in (*passed_over, *held_back):
@@ -278,6 +280,15 @@ class Scheduler:
     def pool_blocks_used(self) -> tuple[int, ...]:
         """Blocks of each host pool owned by sequences."""
         return tuple(map(self._residency.used_in, range(len(self._capacity.host_pools))))
+
+    @property
+    def demand(self) -> Demand:
+        return Demand(
+            num_sequences=len(self._live),
+            prompt_tokens=self._mix.prompt_tokens,
+            output_tokens=self._mix.output_tokens,
+            computed_tokens=sum(sequence.num_computed_tokens for sequence in self._live.values()),
+        )
 
     @property
     def counters(self) -> Counters:

@@ -164,4 +164,5 @@ def timings_of(total_s: float, terms: Terms) -> Timings:
         cpu_attention_ns=round(terms.cpu_decode_s * 1e9),
         swap_ns=round(max(0.0, terms.swap_s - terms.swap_hidden_s) * 1e9),
         head_ns=round(terms.head_s * 1e9),
+        weight_wait_ns=round(terms.weight_wait_s * 1e9),
     )

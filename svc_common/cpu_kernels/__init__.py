@@ -8,6 +8,7 @@ from svc_common.cpu_kernels._kernels import (
     PackedLinear,
     PrefillWork,
     ThreadPool,
+    WeightPart,
     argmax_rows,
     choose_instruction_set,
     compiled_instruction_sets,
@@ -16,6 +17,7 @@ from svc_common.cpu_kernels._kernels import (
     read_ceiling,
     runnable_instruction_sets,
     runnable_linear_instruction_sets,
+    weight_memory,
     write_kv,
 )
 
@@ -27,6 +29,7 @@ __all__ = [
     "PackedLinear",
     "PrefillWork",
     "ThreadPool",
+    "WeightPart",
     "argmax_rows",
     "choose_instruction_set",
     "compiled_instruction_sets",
@@ -35,5 +38,6 @@ __all__ = [
     "read_ceiling",
     "runnable_instruction_sets",
     "runnable_linear_instruction_sets",
+    "weight_memory",
     "write_kv",
 ]

@@ -1,23 +1,26 @@
-"""A decoder's linear part on the CPU: one native call on each side of attention, weights packed once at load."""
+"""A decoder's linear part on the CPU: one native call on each side of attention, over weights packed in memory."""
 
 from collections.abc import Iterable
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from svc_common.cpu_kernels import DecoderLinear
-from svc_common.decoder.decoder import Workspace, cap_logits_
+from svc_common.cpu_kernels import DecoderLinear, ThreadPool, WeightPart, weight_memory
+from svc_common.decoder.decoder import AllResident, Workspace, cap_logits_
 from svc_common.decoder.dtypes import dtype_name
+from svc_common.decoder.packing import Bytes, declare_layers, pack_layer, pack_vocabulary
 from svc_common.decoder.rope import Rotaries
 from svc_common.decoder.threads import cpu_threads
-from svc_common.decoder.weights import ExpertsWeights, LayerWeights, MlpWeights, NormWeights
+from svc_common.decoder.weights import LayerWeights, NormWeights
 from svc_common.model.spec import ModelSpec
 
 
-class CpuDecoder:
-    """A `Decoder`. Activations are fp32 whatever the weights' type: processors add up in fp32 anyway."""
+class CpuDecoder(AllResident):
+    """A `Decoder`. Activations are fp32 whatever the weights' type: processors add up in fp32 anyway.
+
+    A new one has no weights. Each layer, and the vocabulary, is bound to memory that holds it packed: the process's
+    own, or a layer file that several processes have mapped. What is bound to nothing cannot be computed.
+    """
 
     device = torch.device("cpu")
     dtype = torch.float32
@@ -26,21 +29,17 @@ class CpuDecoder:
         self,
         spec: ModelSpec,
         weight_dtype: torch.dtype,
-        embedding: Tensor,
-        layers: Iterable[LayerWeights],
-        final_norm: NormWeights,
-        head: Tensor | None,
-        positions: Tensor | None = None,
         instruction_set: str = "auto",
+        threads: ThreadPool | None = None,
     ) -> None:
-        """Copies the weights, all fp32, into panels of `weight_dtype`, layer by layer; see DecoderWeights for shapes.
+        """It computes on `threads`, or on this process's own.
 
-        `head` is None where it is the embedding. `instruction_set` forces one of runnable_linear_instruction_sets().
+        `instruction_set` forces one of runnable_linear_instruction_sets().
         """
         self.spec = spec
         self.weight_dtype = weight_dtype
         self._rotaries = Rotaries(spec, self.device)
-        self._positions = positions
+        self._positions: Tensor | None = None
         self._logits = torch.empty((0, spec.vocab_size))  # grows to the largest batch seen
         self._native = DecoderLinear(
             hidden_size=spec.hidden_size,
@@ -51,50 +50,83 @@ class CpuDecoder:
             norm_eps=spec.norm_eps,
             activation=spec.activation,
             dtype=dtype_name(weight_dtype),
-            threads=cpu_threads(),
+            threads=threads or cpu_threads(),
             instruction_set=instruction_set,
         )
-        self._native.set_vocabulary(embedding.numpy(), _array(head), final_norm.weight.numpy(), _array(final_norm.bias))
-        for layer in layers:
-            self._add_layer(layer)
+        declare_layers(self._native, spec)
+        self.layer_bytes = tuple(map(self._native.layer_bytes, range(spec.num_layers)))
+        """Of each layer, packed."""
+        self.vocabulary_bytes = self._native.vocabulary_bytes
+        """Of embedding, head and final norm, packed."""
+        self.panel_columns = self._native.panel_columns
+        self.packing = f"panels of {self.panel_columns}"
+        """What packed memory looks like beside its type: processors that say the same can share it."""
+        # What the native code computes with lives as long as it may.
+        self._layers: list[Bytes | None] = [None] * spec.num_layers
+        self._vocabulary: Bytes | None = None
 
-    def _add_layer(self, layer: LayerWeights) -> None:
-        self._native.add_layer(
-            attention_norm=layer.attention_norm.weight.numpy(),
-            attention_norm_bias=_array(layer.attention_norm.bias),
-            qkv=layer.qkv.numpy(),
-            qkv_bias=_array(layer.qkv_bias),
-            q_norm=_array(layer.q_norm),
-            k_norm=_array(layer.k_norm),
-            output=layer.output.numpy(),
-            output_bias=_array(layer.output_bias),
-            post_attention_norm=_array(layer.post_attention_norm),
-            mlp_norm=layer.mlp_norm.weight.numpy(),
-            mlp_norm_bias=_array(layer.mlp_norm.bias),
-            post_mlp_norm=_array(layer.post_mlp_norm),
-        )
-        if isinstance(layer.mlp, MlpWeights):
-            mlp = layer.mlp
-            self._native.set_mlp(
-                up=mlp.up.numpy(), up_bias=_array(mlp.up_bias), down=mlp.down.numpy(), down_bias=_array(mlp.down_bias)
-            )
-        else:
-            self._add_experts(layer.mlp)
+    @classmethod
+    def packed(
+        cls,
+        spec: ModelSpec,
+        weight_dtype: torch.dtype,
+        embedding: Tensor,
+        layers: Iterable[LayerWeights],
+        final_norm: NormWeights,
+        head: Tensor | None,
+        positions: Tensor | None = None,
+        instruction_set: str = "auto",
+    ) -> "CpuDecoder":
+        """Copies the weights, all fp32, into memory of its own, layer by layer; see DecoderWeights for shapes.
 
-    def _add_experts(self, experts: ExpertsWeights) -> None:
-        assert self.spec.experts is not None
-        self._native.set_router(
-            experts.router.numpy(), self.spec.experts.experts_per_token, self.spec.experts.normalised
-        )
-        for mlp in experts.mlps:
-            self._native.add_expert(mlp.up.numpy(), mlp.down.numpy())
-        if experts.shared is not None and experts.shared_gate is not None:
-            shared = experts.shared
-            self._native.set_shared_expert(shared.up.numpy(), shared.down.numpy(), experts.shared_gate.numpy())
+        `head` is None where it is the embedding.
+        """
+        decoder = cls(spec, weight_dtype, instruction_set)
+        vocabulary = weight_memory(decoder.vocabulary_bytes)
+        decoder.pack_vocabulary(embedding, head, final_norm, vocabulary)
+        decoder.bind_vocabulary(vocabulary, positions)
+        for index, layer in enumerate(layers):
+            memory = weight_memory(decoder.layer_bytes[index])
+            decoder.pack_layer(index, layer, memory)
+            decoder.bind_layer(index, memory)
+        return decoder
+
+    def pack_layer(self, index: int, layer: LayerWeights, memory: Bytes) -> None:
+        """`layer` in fp32, into zeroed memory of `layer_bytes[index]`. Binds nothing."""
+        pack_layer(self._native, index, layer, memory)
+
+    def pack_vocabulary(self, embedding: Tensor, head: Tensor | None, final_norm: NormWeights, memory: Bytes) -> None:
+        """All in fp32, into zeroed memory of `vocabulary_bytes`. Binds nothing."""
+        pack_vocabulary(self._native, embedding, head, final_norm, memory)
+
+    def bind_layer(self, index: int, memory: Bytes | None) -> None:
+        """Computes the layer with what was packed into `memory`; None: gives up what it was bound to."""
+        self._native.bind_layer(index, memory)
+        self._layers[index] = memory
+
+    def bind_vocabulary(self, memory: Bytes, positions: Tensor | None = None) -> None:
+        """The same for embedding, head and final norm. `positions`: see DecoderWeights."""
+        self._native.bind_vocabulary(memory)
+        self._vocabulary, self._positions = memory, positions
+
+    def layer_parts(self, index: int) -> list[WeightPart]:
+        """Where everything lies in a packed layer."""
+        return self._native.layer_parts(index)
+
+    def is_bound(self, index: int) -> bool:
+        return self._layers[index] is not None
+
+    @property
+    def native(self) -> DecoderLinear:
+        """What computes, for native code that takes a batch through layers by itself."""
+        return self._native
 
     @property
     def weight_bytes(self) -> int:
-        return self._native.num_bytes + (0 if self._positions is None else self._positions.nbytes)
+        """Of all that it is bound to."""
+        layers = sum(num for num, memory in zip(self.layer_bytes, self._layers, strict=True) if memory is not None)
+        positions = 0 if self._positions is None else self._positions.nbytes
+        return layers + positions + (0 if self._vocabulary is None else self.vocabulary_bytes)
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         hidden = torch.empty((len(token_ids), self.spec.hidden_size))
@@ -133,7 +165,3 @@ def _address(rows: Tensor) -> int:
     assert rows.dtype == torch.float32
     assert rows.is_contiguous()
     return rows.data_ptr()
-
-
-def _array(tensor: Tensor | None) -> NDArray[np.float32] | None:
-    return None if tensor is None else tensor.numpy()

@@ -3,6 +3,8 @@
 Stateless between calls: what a sequence has seen lies in the KV cache, which is not here.
 """
 
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,6 +32,15 @@ class Workspace:
         return cls(rotations, qkv, qkv[:, : spec.num_q_heads], kv)
 
 
+@dataclass(frozen=True, slots=True)
+class WeightTraffic:
+    """Of weights that are brought to the device while it computes, since the decoder was made."""
+
+    num_bytes: int = 0
+    wait_ns: int = 0
+    """Spent in `await_layer`."""
+
+
 class Decoder(Protocol):
     """One model on one device."""
 
@@ -43,6 +54,24 @@ class Decoder(Protocol):
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights on the device."""
+        ...
+
+    @property
+    def traffic(self) -> WeightTraffic: ...
+
+    def begin(self, layers: Iterable[int]) -> None:
+        """Says which layers an iteration will compute, in the order in which they are first needed."""
+        ...
+
+    def await_layer(self, layer: int) -> bool:
+        """Until the layer's weights are on the device; False where they always are.
+
+        Precedes each pre_attention; post_attention lets them go.
+        """
+        ...
+
+    def measuring(self) -> AbstractContextManager[None]:
+        """Within it layers are computed without being awaited, as fast as if all lay on the device."""
         ...
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
@@ -67,6 +96,21 @@ class Decoder(Protocol):
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden_size] -> [n, vocab_size], fp32. Valid until the next call."""
         ...
+
+
+class AllResident:
+    """What a decoder does whose weights all lie on the device."""
+
+    traffic = WeightTraffic()
+
+    def begin(self, layers: Iterable[int]) -> None:
+        """Nothing has to come."""
+
+    def await_layer(self, layer: int) -> bool:
+        return False
+
+    def measuring(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 def cap_logits_(logits: Tensor, spec: ModelSpec) -> Tensor:

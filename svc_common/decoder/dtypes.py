@@ -8,13 +8,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from svc_common.config import ConfigError
 from svc_common.cpu_kernels import PackedLinear
 from svc_common.decoder.threads import cpu_threads
 from svc_common.model.spec import ModelSpec
+from svc_common.model.weight_types import FloatTypeName, WeightTypeName, is_quantised
 
-DTypeName = Literal["fp32", "bf16", "fp16"]
-KvDTypeName = DTypeName | Literal["int8"]
-DTYPES: dict[DTypeName, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+KvDTypeName = FloatTypeName | Literal["int8"]
+DTYPES: dict[WeightTypeName, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "int8": torch.int8,
+    "int4": torch.int4,  # type: ignore[attr-defined]  # missing from the stubs only
+}
 KV_DTYPES: dict[KvDTypeName, torch.dtype] = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
@@ -33,23 +40,32 @@ _MAX_WEIGHTS = 2**21
 logger = logging.getLogger(__name__)
 
 
-def dtype_name(dtype: torch.dtype) -> KvDTypeName:
-    return next(name for name, known in KV_DTYPES.items() if known == dtype)
+def dtype_name(dtype: torch.dtype) -> WeightTypeName:
+    return next(name for name, known in DTYPES.items() if known == dtype)
 
 
 def choose_compute_dtype(
-    configured: Literal["auto", "fp32", "bf16", "fp16"], spec: ModelSpec, device: torch.device
-) -> DTypeName:
+    configured: Literal["auto"] | WeightTypeName,
+    spec: ModelSpec,
+    device: torch.device,
+    allow_quantised: bool = False,
+) -> WeightTypeName:
     """As configured; "auto" is the checkpoint's type on a GPU, and on a CPU what a measurement shows.
 
     16-bit weights are half as much to read, which decides small batches; large ones gain only where the CPU multiplies
     16-bit numbers faster. fp16 is a candidate only for checkpoints that were made in it: others may exceed its range.
+    int8 and int4 change tokens: they are candidates only with `allow_quantised`. Raises ConfigError for int8 or int4
+    on a GPU.
     """
     if configured != "auto":
+        if is_quantised(configured) and device.type != "cpu":
+            raise ConfigError(f'gpu.dtype "{configured}" is for device "cpu"; on {device.type} it is not built')
         return configured
     if device.type != "cpu":
         return spec.checkpoint_dtype
-    candidates: tuple[DTypeName, ...] = ("fp32", "fp16") if spec.checkpoint_dtype == "fp16" else ("fp32", "bf16")
+    candidates: tuple[WeightTypeName, ...] = ("fp32", "fp16") if spec.checkpoint_dtype == "fp16" else ("fp32", "bf16")
+    if allow_quantised:
+        candidates = (*candidates, "int8", "int4")
     measured = {name: _measure(spec, name) for name in candidates}
     chosen = pick_fastest(measured)
     logger.info(
@@ -64,17 +80,24 @@ def choose_compute_dtype(
     return chosen
 
 
-def pick_fastest(measured: dict[DTypeName, tuple[float, float]]) -> DTypeName:
+def default_kv_dtype(weights: WeightTypeName) -> FloatTypeName:
+    """Type of keys and values beside such weights, where none is configured."""
+    if weights == "int8" or weights == "int4":
+        return "bf16"
+    return weights
+
+
+def pick_fastest(measured: dict[WeightTypeName, tuple[float, float]]) -> WeightTypeName:
     """fp32, unless another is clearly faster both for decodes and for prompts: (decode_s, prefill_s) by name."""
 
-    def gain(name: DTypeName) -> float:
+    def gain(name: WeightTypeName) -> float:
         return min(fp32_s / s for fp32_s, s in zip(measured["fp32"], measured[name], strict=True))
 
     best = max(measured, key=gain)
     return best if gain(best) >= _CLEARLY_FASTER else "fp32"
 
 
-def _measure(spec: ModelSpec, name: DTypeName) -> tuple[float, float]:
+def _measure(spec: ModelSpec, name: WeightTypeName) -> tuple[float, float]:
     """Seconds of the MLP's first product, or of a part of it, for a decode-sized and a prefill-sized batch."""
     depth = min(spec.hidden_size, _MAX_WEIGHTS // 2)
     columns_per_output = 2 if spec.gated else 1

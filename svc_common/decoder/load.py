@@ -22,8 +22,8 @@ def load_decoder(checkpoint: Checkpoint, spec: ModelSpec, dtype: torch.dtype, de
     """
     if device.type != "cpu":
         return TorchDecoder(spec, load_weights(checkpoint, spec, dtype, device))
-    loader = _Loader(checkpoint, spec, torch.float32, device)
-    return CpuDecoder(
+    loader = Loader(checkpoint, spec, torch.float32, device)
+    return CpuDecoder.packed(
         spec,
         dtype,
         embedding=loader.embedding(),
@@ -36,24 +36,29 @@ def load_decoder(checkpoint: Checkpoint, spec: ModelSpec, dtype: torch.dtype, de
 
 def load_weights(checkpoint: Checkpoint, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> DecoderWeights:
     """Peak memory is the weights themselves and one tensor of the file. Raises CheckpointError."""
-    loader = _Loader(checkpoint, spec, dtype, device)
-    embedding = loader.embedding()
-    return DecoderWeights(
-        embedding=embedding,
-        layers=tuple(loader.layers()),
-        final_norm=loader.final_norm(),
-        head=embedding if spec.tie_embeddings else loader.head(),
-        positions=loader.positions(),
-    )
+    return Loader(checkpoint, spec, dtype, device).weights()
 
 
-class _Loader:
+class Loader:
+    """Parts of a checkpoint, each read when it is asked for."""
+
     def __init__(self, checkpoint: Checkpoint, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
         self._checkpoint = checkpoint
         self._spec = spec
         self._names = names_of(spec)
         self._dtype = dtype
         self._device = device
+
+    def weights(self, with_layers: bool = True) -> DecoderWeights:
+        """All, or all that is in no layer."""
+        embedding = self.embedding()
+        return DecoderWeights(
+            embedding=embedding,
+            layers=tuple(self.layers()) if with_layers else (),
+            final_norm=self.final_norm(),
+            head=embedding if self._spec.tie_embeddings else self.head(),
+            positions=self.positions(),
+        )
 
     def embedding(self) -> Tensor:
         return self._fused([(f"{self._names.embedding}.weight", (self._spec.vocab_size, self._spec.hidden_size))])
@@ -73,7 +78,10 @@ class _Loader:
         return self._norm(self._names.final_norm)
 
     def layers(self) -> Iterator[LayerWeights]:
-        return (_LayerLoader(self, self._spec, layer).load() for layer in range(self._spec.num_layers))
+        return map(self.layer, range(self._spec.num_layers))
+
+    def layer(self, index: int) -> LayerWeights:
+        return _LayerLoader(self, self._spec, index).load()
 
     def matrix(
         self,
@@ -136,7 +144,7 @@ class _Loader:
 class _LayerLoader:
     """One layer, by its spec."""
 
-    def __init__(self, loader: _Loader, spec: ModelSpec, layer: int) -> None:
+    def __init__(self, loader: Loader, spec: ModelSpec, layer: int) -> None:
         self._loader = loader
         self._spec = spec
         self._layer = layer

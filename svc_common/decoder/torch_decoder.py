@@ -1,42 +1,64 @@
 """A decoder's linear part in torch's own operations: on a GPU, and to check the CPU's against."""
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from svc_common.decoder.decoder import Workspace, cap_logits_
+from svc_common.decoder.decoder import AllResident, Workspace, cap_logits_
 from svc_common.decoder.rope import Rotaries, rotate_
-from svc_common.decoder.weights import DecoderWeights, ExpertsWeights, MlpWeights, NormWeights
+from svc_common.decoder.weights import DecoderWeights, ExpertsWeights, LayerWeights, MlpWeights, NormWeights
 from svc_common.model.spec import ModelSpec
 
 
-class TorchDecoder:
+class TorchDecoder(AllResident):
     """A `Decoder`."""
 
     def __init__(self, spec: ModelSpec, weights: DecoderWeights) -> None:
+        """`weights` may lack all layers: they are then bound later."""
         self.spec = spec
-        self.weights = weights
+        self._layers: list[LayerWeights | None] = [*weights.layers] or [None] * spec.num_layers
+        self._others = replace(weights, layers=())
         self.dtype = self.weight_dtype = weights.embedding.dtype
         self.device = weights.embedding.device
         self._rotaries = Rotaries(spec, self.device)
 
     @property
+    def weights(self) -> DecoderWeights:
+        """All that it is bound to."""
+        return replace(self._others, layers=tuple(layer for layer in self._layers if layer is not None))
+
+    @property
     def weight_bytes(self) -> int:
         return self.weights.num_bytes
 
+    def bind_layer(self, index: int, layer: LayerWeights | None) -> None:
+        """Computes the layer with these weights; None: gives up what it was bound to."""
+        self._layers[index] = layer
+
+    def is_bound(self, index: int) -> bool:
+        return self._layers[index] is not None
+
+    def _layer(self, index: int) -> LayerWeights:
+        layer = self._layers[index]
+        if layer is None:
+            raise RuntimeError(f"layer {index} has no weights here")
+        return layer
+
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        hidden = F.embedding(token_ids, self.weights.embedding)
+        hidden = F.embedding(token_ids, self._others.embedding)
         if self.spec.embedding_scale != 1.0:
             hidden.mul_(self.spec.embedding_scale)
-        if self.weights.positions is not None and self.spec.learned_positions is not None:
-            hidden.add_(F.embedding(positions + self.spec.learned_positions, self.weights.positions))
+        if self._others.positions is not None and self.spec.learned_positions is not None:
+            hidden.add_(F.embedding(positions + self.spec.learned_positions, self._others.positions))
         return hidden
 
     def workspace(self, positions: Tensor) -> Workspace:
         return Workspace.make(self.spec, len(positions), self._rotaries.rotations(positions, self.dtype), self.dtype)
 
     def pre_attention(self, layer: int, hidden: Tensor, workspace: Workspace) -> None:
-        spec, weights = self.spec, self.weights.layers[layer]
+        spec, weights = self.spec, self._layer(layer)
         normed = self._normed(hidden, weights.attention_norm)
         heads, qkv = workspace.qkv, workspace.qkv.flatten(1)
         if weights.qkv_bias is None:
@@ -55,7 +77,7 @@ class TorchDecoder:
             rotate_(heads[:, :num_rotated], rotation.cos, rotation.sin)
 
     def post_attention(self, layer: int, attention: Tensor, hidden: Tensor) -> Tensor:
-        weights = self.weights.layers[layer]
+        weights = self._layer(layer)
         added = F.linear(attention.flatten(1), weights.output, weights.output_bias)
         hidden = self._post_normed(added, weights.post_attention_norm).add_(hidden)
         normed = self._normed(hidden, weights.mlp_norm)
@@ -66,7 +88,7 @@ class TorchDecoder:
         return self._post_normed(added, weights.post_mlp_norm).add_(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        logits = F.linear(self._normed(hidden, self.weights.final_norm), self.weights.head)
+        logits = F.linear(self._normed(hidden, self._others.final_norm), self._others.head)
         return cap_logits_(logits.to(torch.float32), self.spec)
 
     def _normed(self, hidden: Tensor, norm: NormWeights) -> Tensor:

@@ -64,16 +64,16 @@ class DecoderWeights:
     @property
     def num_bytes(self) -> int:
         """Bytes held on the device; a tied head counts once."""
-        return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in _tensors(self)}.values())
+        return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors(self)}.values())
 
 
-def _tensors(weights: object) -> Iterator[Tensor]:
+def tensors(weights: object) -> Iterator[Tensor]:
     """All tensors in a tree of the classes above."""
     if isinstance(weights, Tensor):
         yield weights
     elif isinstance(weights, tuple):
         for part in weights:
-            yield from _tensors(part)
+            yield from tensors(part)
     elif weights is not None:
         for entry in fields(weights):  # type: ignore[arg-type]
-            yield from _tensors(getattr(weights, entry.name))
+            yield from tensors(getattr(weights, entry.name))

@@ -1,7 +1,8 @@
 """The shape of a decoder, as values: what the executor builds, the planner sizes and the estimator prices."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from hashlib import sha256
 from math import prod
 from typing import Literal
 
@@ -129,6 +130,11 @@ class ModelSpec:
     experts: ExpertsSpec | None = None
     dense_layers: tuple[int, ...] = ()
     """Layers with one MLP where the others have experts."""
+
+    @property
+    def digest(self) -> str:
+        """16 hex digits: two services that read the same one mean the same model, its weights aside."""
+        return sha256(repr(sorted(asdict(self).items())).encode()).hexdigest()[:16]
 
     def layer(self, index: int) -> LayerSpec:
         local = self.sliding_window is not None and index not in self.full_layers

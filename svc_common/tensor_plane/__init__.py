@@ -4,13 +4,15 @@ The executor's side is `TensorPlane`; the CPU attention service's side is `Segme
 """
 
 from svc_common.tensor_plane.errors import PeerLostError, PlaneError, PlaneTimeoutError
-from svc_common.tensor_plane.messages import CpuSubBatch, Report
+from svc_common.tensor_plane.messages import CpuSubBatch, EventKind, LayerBatch, Report, WorkEvent
 from svc_common.tensor_plane.plane import TensorPlane
 from svc_common.tensor_plane.segment import Segment, remove_stale_segments
 from svc_common.tensor_plane.shape import RegionShape
 
 __all__ = [
     "CpuSubBatch",
+    "EventKind",
+    "LayerBatch",
     "PeerLostError",
     "PlaneError",
     "PlaneTimeoutError",
@@ -18,5 +20,6 @@ __all__ = [
     "Report",
     "Segment",
     "TensorPlane",
+    "WorkEvent",
     "remove_stale_segments",
 ]

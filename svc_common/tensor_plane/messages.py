@@ -1,10 +1,14 @@
 """The two messages of an iteration in their fixed little-endian layout: descriptor down, report up.
 
-descriptor: header | one sub-batch after another, in the order in which each layer submits them
+descriptor: header | one sub-batch after another, in the order in which each layer submits them | one layer batch after
+            another, in the order in which they pass the CPU layers
 sub-batch:  header | context_tokens int32[n] | block_tables int32[n, stride]
-report:     header | times_ns uint64[num_times] | text in UTF-8
+layer batch: header | chunk_starts int32[c] | chunk_tokens int32[c] | context_tokens int32[d] |
+            block_tables int32[c + d, stride]
+report:     header | events uint64[num_events, 4] | text in UTF-8
 """
 
+import math
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
@@ -14,14 +18,17 @@ import numpy.typing as npt
 
 from svc_common.tensor_plane.errors import PlaneError
 
-VERSION = 3
+VERSION = 4
 _DESCRIPTOR_MAGIC = 0x4449464E  # "NFID"
 _REPORT_MAGIC = 0x5249464E  # "NFIR"
-# magic, version, num_sub_batches, epoch, iteration, host_blocks_used, first_layer, num_layers, trace
-_DESCRIPTOR = struct.Struct("<IHHQQiiiI")
+# magic, version, num_sub_batches, epoch, iteration, host_blocks_used, first_layer, num_layers, trace,
+# num_layer_batches, first_layer_batch, in_turn
+_DESCRIPTOR = struct.Struct("<IHHQQiiiIIII")
 # slot, first_submit, num_sequences, stride
 _SUB_BATCH = struct.Struct("<iIII")
-# magic, version, error, epoch, iteration, compute_ns, wait_ns, iterations, text_bytes, num_times
+# first_row, num_layers, num_chunks, num_decodes, stride
+_LAYER_BATCH = struct.Struct("<iiIII")
+# magic, version, error, epoch, iteration, compute_ns, wait_ns, iterations, text_bytes, num_events
 _REPORT = struct.Struct("<IHHQQQQQII")
 
 Int32Array = npt.NDArray[np.int32]
@@ -57,6 +64,28 @@ class SubmittedSubBatch:
 
 
 @dataclass(frozen=True)
+class LayerBatch:
+    """Tokens that pass the CPU layers together: chunks of prompts, then one token of each decode."""
+
+    first_row: int
+    """Of their hidden states in the region."""
+    num_layers: int
+    """That they pass, the first of the model."""
+    chunk_starts: Int32Array
+    """[num_chunks] tokens of the prompt before the chunk."""
+    chunk_tokens: Int32Array
+    """[num_chunks]"""
+    context_tokens: Int32Array
+    """[num_decodes] tokens each query sees, the new one included."""
+    block_tables: Int32Array
+    """[num_chunks + num_decodes, stride] blocks of each sequence in the lower pool, in order."""
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.chunk_tokens.sum()) + len(self.context_tokens)
+
+
+@dataclass(frozen=True)
 class Descriptor:
     """What the worker is to compute in one iteration."""
 
@@ -65,11 +94,50 @@ class Descriptor:
     host_blocks_used: int
     """Blocks owned by sequences, for accounting."""
     sub_batches: tuple[SubmittedSubBatch, ...]
-    """In the order in which each layer submits them. None: nothing to compute, and no report."""
+    """In the order in which each layer submits them."""
     layers: range = range(0)
-    """What it takes the sub-batches through."""
+    """What it attends for the sub-batches in."""
     trace: bool = False
     """Whether the report is to say what was done when."""
+    layer_batches: tuple[LayerBatch, ...] = ()
+    """In the order in which they pass the CPU layers."""
+    first_layer_batch: int = 0
+    """Number on the layers' doorbell before the iteration."""
+    in_turn: bool = False
+    """All layers of one sub-batch are submitted before those of the next; else each layer of all before the next."""
+
+    @property
+    def has_work(self) -> bool:
+        """Else there is nothing to compute, and no report."""
+        return bool(self.sub_batches or self.layer_batches)
+
+
+class EventKind(IntEnum):
+    """What an event of a report is about; see csrc of cpu_attn_svc."""
+
+    ATTENTION = 0
+    LAYER = 1
+
+
+@dataclass(frozen=True, slots=True)
+class WorkEvent:
+    """A piece of work. Times are CLOCK_MONOTONIC."""
+
+    kind: EventKind
+    index: int
+    """Of the sub-batch or layer batch in its descriptor."""
+    layer: int
+    waiting_ns: int
+    """When the worker began to wait for it,"""
+    start_ns: int
+    """to compute it,"""
+    end_ns: int
+    """and had computed it."""
+
+    @classmethod
+    def of(cls, code: int, waiting_ns: int, start_ns: int, end_ns: int) -> "WorkEvent":
+        """Of an event as the worker notes it. Raises ValueError where its kind is unknown."""
+        return cls(EventKind(code >> 32), code >> 16 & 0xFFFF, code & 0xFFFF, waiting_ns, start_ns, end_ns)
 
 
 @dataclass(frozen=True)
@@ -81,9 +149,8 @@ class Report:
     """Time it computed."""
     wait_ns: int
     """Time it waited for submits."""
-    times_ns: tuple[int, ...] = ()
-    """Where the descriptor asked for a trace, three for each sub-batch of each layer, in the order computed: when it
-    began to wait for the submit, to attend, and when it had attended. CLOCK_MONOTONIC."""
+    events: tuple[tuple[int, int, int, int], ...] = ()
+    """Where the descriptor asked for a trace, what was computed, in order; arguments of WorkEvent.of."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +177,9 @@ def encode_descriptor(descriptor: Descriptor) -> bytes:
             descriptor.layers.start,
             len(descriptor.layers),
             descriptor.trace,
+            len(descriptor.layer_batches),
+            descriptor.first_layer_batch,
+            descriptor.in_turn,
         )
     ]
     for submitted in descriptor.sub_batches:
@@ -118,36 +188,84 @@ def encode_descriptor(descriptor: Descriptor) -> bytes:
         if batch.context_tokens.shape != (num_sequences,):
             raise PlaneError(f"context_tokens {batch.context_tokens.shape} beside block_tables of {num_sequences}")
         parts.append(_SUB_BATCH.pack(batch.slot, submitted.first_submit, num_sequences, stride))
-        parts.append(np.ascontiguousarray(batch.context_tokens, dtype="<i4").tobytes())
-        parts.append(np.ascontiguousarray(batch.block_tables, dtype="<i4").tobytes())
+        parts += map(_bytes, (batch.context_tokens, batch.block_tables))
+    for passing in descriptor.layer_batches:
+        num_chunks, num_decodes = len(passing.chunk_starts), len(passing.context_tokens)
+        rows, stride = passing.block_tables.shape
+        if len(passing.chunk_tokens) != num_chunks or rows != num_chunks + num_decodes:
+            raise PlaneError(f"block_tables of {rows} beside {num_chunks} chunks and {num_decodes} decodes")
+        parts.append(_LAYER_BATCH.pack(passing.first_row, passing.num_layers, num_chunks, num_decodes, stride))
+        arrays = (passing.chunk_starts, passing.chunk_tokens, passing.context_tokens, passing.block_tables)
+        parts += map(_bytes, arrays)
     return b"".join(parts)
+
+
+def _bytes(array: Int32Array) -> bytes:
+    return np.ascontiguousarray(array, dtype="<i4").tobytes()
+
+
+class _Reader:
+    """Takes a descriptor's parts one after the other. Raises PlaneError where it is too short."""
+
+    def __init__(self, message: bytes) -> None:
+        self._message = message
+        self._offset = 0
+
+    @property
+    def num_left(self) -> int:
+        return len(self._message) - self._offset
+
+    def header(self, layout: struct.Struct) -> tuple[int, ...]:
+        self._check(layout.size)
+        numbers = layout.unpack_from(self._message, self._offset)
+        self._offset += layout.size
+        return numbers
+
+    def array(self, *shape: int) -> Int32Array:
+        count = math.prod(shape)
+        self._check(4 * count)
+        array = np.frombuffer(self._message, "<i4", count, self._offset).reshape(shape)
+        self._offset += array.nbytes
+        return array
+
+    def _check(self, num_bytes: int) -> None:
+        if self.num_left < num_bytes:
+            raise PlaneError(f"descriptor of {len(self._message)} bytes is cut short")
 
 
 def decode_descriptor(message: bytes) -> Descriptor:
     """Checks magic, version and length; what the numbers mean is checked against the region by the worker."""
-    if len(message) < _DESCRIPTOR.size:
-        raise PlaneError(f"descriptor of {len(message)} bytes is cut short")
-    magic, version, num_sub_batches, *numbers = _DESCRIPTOR.unpack_from(message)
+    reader = _Reader(message)
+    magic, version, num_sub_batches, *numbers = reader.header(_DESCRIPTOR)
     _check_kind("descriptor", magic, _DESCRIPTOR_MAGIC, version)
-    epoch, iteration, host_blocks_used, first_layer, num_layers, trace = numbers
-    offset = _DESCRIPTOR.size
+    epoch, iteration, host_blocks_used, first_layer, num_layers, trace, num_layer_batches, first_batch, in_turn = (
+        numbers
+    )
     sub_batches = []
     for _ in range(num_sub_batches):
-        if len(message) < offset + _SUB_BATCH.size:
-            raise PlaneError(f"descriptor of {len(message)} bytes is cut short")
-        slot, first_submit, num_sequences, stride = _SUB_BATCH.unpack_from(message, offset)
-        offset += _SUB_BATCH.size
-        if len(message) < offset + 4 * num_sequences * (1 + stride):
-            raise PlaneError(f"descriptor of {len(message)} bytes is cut short")
-        context_tokens = np.frombuffer(message, "<i4", num_sequences, offset)
-        offset += context_tokens.nbytes
-        block_tables = np.frombuffer(message, "<i4", num_sequences * stride, offset).reshape(num_sequences, stride)
-        offset += block_tables.nbytes
-        sub_batches.append(SubmittedSubBatch(CpuSubBatch(slot, context_tokens, block_tables), first_submit))
-    if offset != len(message):
-        raise PlaneError(f"descriptor has {len(message) - offset} bytes too many")
+        slot, first_submit, num_sequences, stride = reader.header(_SUB_BATCH)
+        batch = CpuSubBatch(slot, reader.array(num_sequences), reader.array(num_sequences, stride))
+        sub_batches.append(SubmittedSubBatch(batch, first_submit))
+    layer_batches = []
+    for _ in range(num_layer_batches):
+        first_row, passed, num_chunks, num_decodes, stride = reader.header(_LAYER_BATCH)
+        starts, tokens, contexts = reader.array(num_chunks), reader.array(num_chunks), reader.array(num_decodes)
+        tables = reader.array(num_chunks + num_decodes, stride)
+        layer_batches.append(LayerBatch(first_row, passed, starts, tokens, contexts, tables))
+    if reader.num_left:
+        raise PlaneError(f"descriptor has {reader.num_left} bytes too many")
     layers = range(first_layer, first_layer + num_layers)
-    return Descriptor(epoch, iteration, host_blocks_used, tuple(sub_batches), layers, bool(trace))
+    return Descriptor(
+        epoch,
+        iteration,
+        host_blocks_used,
+        tuple(sub_batches),
+        layers,
+        bool(trace),
+        tuple(layer_batches),
+        first_batch,
+        bool(in_turn),
+    )
 
 
 def encode_report(work: WorkReport) -> bytes:
@@ -163,9 +281,9 @@ def encode_report(work: WorkReport) -> bytes:
         report.wait_ns,
         work.iterations,
         len(text),
-        len(report.times_ns),
+        len(report.events),
     )
-    return header + struct.pack(f"<{len(report.times_ns)}Q", *report.times_ns) + text
+    return header + np.array(report.events, "<u8").tobytes() + text
 
 
 def decode_report(message: bytes) -> WorkReport:
@@ -173,13 +291,13 @@ def decode_report(message: bytes) -> WorkReport:
         raise PlaneError(f"report of {len(message)} bytes is cut short")
     magic, version, error, *numbers = _REPORT.unpack_from(message)
     _check_kind("report", magic, _REPORT_MAGIC, version)
-    epoch, iteration, compute_ns, wait_ns, iterations, text_bytes, num_times = numbers
-    num_bytes = _REPORT.size + 8 * num_times + text_bytes
+    epoch, iteration, compute_ns, wait_ns, iterations, text_bytes, num_events = numbers
+    num_bytes = _REPORT.size + 32 * num_events + text_bytes
     if len(message) != num_bytes:
         raise PlaneError(f"report has {len(message)} bytes, its header says {num_bytes}")
-    times_ns = struct.unpack_from(f"<{num_times}Q", message, _REPORT.size)
+    events = np.frombuffer(message, "<u8", 4 * num_events, _REPORT.size).reshape(-1, 4).tolist()
     text = message[num_bytes - text_bytes :]
-    report = Report(iteration, compute_ns, wait_ns, times_ns)
+    report = Report(iteration, compute_ns, wait_ns, tuple(map(tuple, events)))
     return WorkReport(epoch, report, iterations, WorkError(error), text.decode(errors="replace"))
 
 

@@ -13,6 +13,7 @@ from svc_common.tensor_plane.errors import PeerLostError, PlaneError, PlaneTimeo
 from svc_common.tensor_plane.messages import (
     CpuSubBatch,
     Descriptor,
+    LayerBatch,
     Report,
     SubmittedSubBatch,
     WorkError,
@@ -39,9 +40,15 @@ class TensorPlane:
     """
 
     pool: Array
-    """[num_layers, num_blocks, 2 (K, V), num_kv_heads, block_tokens * head_dim], see csrc/layout.h; bf16 as uint16."""
+    """[num_layers - num_cpu_layers, num_blocks, 2 (K, V), num_kv_heads, block_tokens * head_dim], see csrc/layout.h;
+    bf16 as uint16."""
     scales: Array | None
-    """[num_layers, num_blocks, 2 (K, V), num_kv_heads], fp32, of a pool in int8."""
+    """[num_layers - num_cpu_layers, num_blocks, 2 (K, V), num_kv_heads], fp32, of a pool in int8."""
+    lower: Array
+    """Like `pool`, of the CPU layers: [num_cpu_layers, num_gpu_blocks + num_blocks, ...]."""
+    lower_scales: Array | None
+    hidden: Array
+    """[max_tokens, hidden_size], fp32, what passes the CPU layers; empty where there are none."""
     num_blocks: int
 
     def __init__(self, region: _plane.Region, socket: zmq.Socket[bytes], shape: RegionShape) -> None:
@@ -50,18 +57,22 @@ class TensorPlane:
         self._socket = socket
         self._exchange = _plane.Exchange(region)
         self._iteration = 0
-        self._all_layers = range(shape.num_layers)
+        self._upper_layers = range(shape.num_cpu_layers, shape.num_layers)
+        self._num_layer_batches = 0
         self.num_blocks = region.num_blocks
         memory = region.memory()
-        self.pool = _view(
-            memory,
-            region.pool_offset,
-            numpy_dtype(shape.kv_dtype),
-            (shape.num_layers, region.num_blocks, 2, shape.num_kv_heads, shape.block_tokens * shape.head_dim),
+        block = (2, shape.num_kv_heads, shape.block_tokens * shape.head_dim)
+        kv_dtype, fp32 = numpy_dtype(shape.kv_dtype), np.dtype(np.float32)
+        self.pool = _view(memory, region.pool_offset, kv_dtype, (len(self._upper_layers), region.num_blocks, *block))
+        self.lower = _view(
+            memory, region.lower_offset, kv_dtype, (shape.num_cpu_layers, region.num_lower_blocks, *block)
         )
-        self.scales = None
+        self.scales = self.lower_scales = None
         if shape.kv_dtype == "int8":
-            self.scales = _view(memory, region.scales_offset, np.dtype(np.float32), self.pool.shape[:-1])
+            self.scales = _view(memory, region.scales_offset, fp32, self.pool.shape[:-1])
+            self.lower_scales = _view(memory, region.lower_scales_offset, fp32, self.lower.shape[:-1])
+        num_rows = shape.max_tokens if shape.num_cpu_layers else 0
+        self.hidden = _view(memory, region.hidden_offset, fp32, (num_rows, shape.hidden_size))
         self._slots = [_slot_views(memory, region.slot_offsets(slot), shape) for slot in range(_plane.NUM_SLOTS)]
 
     @classmethod
@@ -103,17 +114,30 @@ class TensorPlane:
         host_blocks_used: int,
         trace: bool = False,
         layers: range | None = None,
+        layer_batches: Sequence[LayerBatch] = (),
+        in_turn: bool = False,
     ) -> None:
-        """Describes an iteration that takes its sub-batches through `layers`, or through all.
+        """Describes an iteration: attention for its sub-batches in `layers`, or in all above the CPU layers, and what
+        passes those. `in_turn`: as of Descriptor.
 
-        Without sub-batches it only accounts for blocks, and `finish` must not follow.
+        Without any it only accounts for blocks, and `finish` must not follow.
         """
         self._iteration = iteration
+        self._num_layer_batches = len(layer_batches)
         self._exchange.begin(iteration)
         submitted = tuple(SubmittedSubBatch(batch, self._exchange.num_submits(batch.slot)) for batch in sub_batches)
-        layers = self._all_layers if layers is None else layers
         message = encode_descriptor(
-            Descriptor(self._region.epoch, iteration, host_blocks_used, submitted, layers, trace)
+            Descriptor(
+                self._region.epoch,
+                iteration,
+                host_blocks_used,
+                submitted,
+                self._upper_layers if layers is None else layers,
+                trace,
+                tuple(layer_batches),
+                self._exchange.num_layer_batches,
+                in_turn,
+            )
         )
         try:
             self._socket.send(message, zmq.NOBLOCK)
@@ -146,16 +170,27 @@ class TensorPlane:
         if outcome is not _plane.Outcome.COMPLETED:
             self._raise_for(outcome, timeout_s)
 
+    def submit_layers(self) -> None:
+        """The hidden states of all the iteration's layer batches are in place."""
+        self._exchange.submit_layers(self._num_layer_batches)
+
+    def wait_layers(self, index: int, timeout_s: float) -> None:
+        """Returns once a layer batch, by its place in `begin`, is through: `hidden` is what the CPU layers made."""
+        before = self._exchange.num_layer_batches - self._num_layer_batches
+        outcome = self._exchange.wait_layers((before + index + 1) % 2**32, timeout_s)
+        if outcome is not _plane.Outcome.COMPLETED:
+            self._raise_for(outcome, timeout_s)
+
     @property
     def wait_ns(self) -> int:
-        """Spent in `wait` and `wait_rows` so far."""
+        """Spent in waits so far."""
         return self._exchange.waited_ns
 
     def _raise_for(self, outcome: _plane.Outcome, timeout_s: float) -> NoReturn:
         if outcome is _plane.Outcome.PEER_LOST:
             raise PeerLostError("the CPU attention service is gone")
         if outcome is _plane.Outcome.TIMED_OUT:
-            raise PlaneTimeoutError(f"no attention from the CPU within {timeout_s} s")
+            raise PlaneTimeoutError(f"no answer from the CPU within {timeout_s} s")
         _raise_if_failed(self._receive_report(_REFUSAL_TEXT_S))
         raise PlaneError(f"the CPU attention service refused iteration {self._iteration}")
 

@@ -38,11 +38,26 @@ class RegionShape:
     """c: a score s counts as c * tanh(s / c); 0: as it is."""
     sliding_windows: tuple[int, ...] = ()
     """By layer: tokens each query sees, itself included, or 0 for all. Empty: all in every layer."""
+    num_cpu_layers: int = 0
+    """The first of num_layers, which the CPU attention service computes; what follows is of use only with such."""
+    num_gpu_blocks: int = 0
+    """Blocks of the executor's own cache: the CPU layers' part of these lies in the region."""
+    hidden_size: int = 0
+    max_tokens: int = 0
+    """Most that pass the CPU layers in one iteration."""
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers, scales included."""
-        heads = self.num_layers * 2 * self.num_kv_heads
+        return self._block_bytes(self.num_layers)
+
+    @property
+    def lower_block_bytes(self) -> int:
+        """Bytes of one block over the CPU layers."""
+        return self._block_bytes(self.num_cpu_layers)
+
+    def _block_bytes(self, num_layers: int) -> int:
+        heads = num_layers * 2 * self.num_kv_heads
         num_scales = heads if self.kv_dtype == "int8" else 0
         return heads * self.block_tokens * self.head_dim * numpy_dtype(self.kv_dtype).itemsize + 4 * num_scales
 

@@ -11,7 +11,16 @@ using namespace neoflex;
 
 namespace {
 
-constexpr DType weight_dtypes[] = {DType::fp32, DType::fp16, DType::bf16};
+constexpr WeightType weight_types[] = {WeightType::fp32, WeightType::fp16, WeightType::bf16, WeightType::int8,
+                                       WeightType::int4};
+
+const char* name_of(WeightType type) {
+    constexpr const char* names[] = {"fp32", "fp16", "bf16", "int8", "int4"};
+    return names[static_cast<int>(type) - 1];
+}
+
+// Of types that are not quantised, which both enumerations number alike.
+float rounded(WeightType type, float value) { return neoflex::rounded(static_cast<DType>(type), value); }
 
 struct Shape {
     std::int32_t num_rows;
@@ -24,19 +33,33 @@ double gate(Activation activation, double x) {
     return x / 2 * (1 + std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x)));
 }
 
-// rows . weights^T + bias, of numbers as the kernel reads them.
-double product(const LinearKernel& kernel, const Shape& shape, DType type, const std::vector<float>& rows,
+// The weights of a matrix as a kernel reads them. That of quantised ones is checked in Python, against their formula.
+std::vector<float> as_read(const LinearKernel& kernel, const Shape& shape, WeightType type,
+                           const std::vector<float>& weights) {
+    std::vector<float> read(weights.size());
+    WeightArena arena;
+    const PackedMatrix matrix(kernel, arena, weights.data(), nullptr, shape.num_columns, shape.depth, type,
+                              Activation::none);
+    for (std::int32_t c = 0; c < shape.num_columns; ++c) matrix.unpack_row(c, read.data() + c * shape.depth);
+    for (std::size_t i = 0; i < read.size() && !is_quantised(type); ++i) CHECK(read[i] == rounded(type, weights[i]));
+    // Half of a step of 1 / 127 of numbers of at most about 5, or of 1 / 15 of a range of 10.
+    const float half_step = type == WeightType::int8 ? 0.03f : 0.7f;
+    for (std::size_t i = 0; i < read.size(); ++i) CHECK(std::abs(read[i] - weights[i]) < half_step);
+    return read;
+}
+
+// rows . weights^T + bias, of numbers as the kernel reads them but for rows beside quantised weights.
+double product(const LinearKernel& kernel, const Shape& shape, WeightType type, const std::vector<float>& rows,
                const std::vector<float>& weights, const std::vector<float>& bias, std::int32_t row,
                std::int32_t column) {
-    const DType row_type = kernel.rounds_rows && type == DType::bf16 ? DType::bf16 : DType::fp32;
+    const WeightType row_type = kernel.rounds_rows && type == WeightType::bf16 ? type : WeightType::fp32;
     double sum = bias[column];
     for (std::int32_t k = 0; k < shape.depth; ++k)
-        sum += double{rounded(row_type, rows[row * shape.depth + k])} *
-               rounded(type, weights[column * shape.depth + k]);
+        sum += double{rounded(row_type, rows[row * shape.depth + k])} * weights[column * shape.depth + k];
     return sum;
 }
 
-void check_product(const LinearKernel& kernel, ThreadPool& threads, const Shape& shape, DType type,
+void check_product(const LinearKernel& kernel, ThreadPool& threads, const Shape& shape, WeightType type,
                    Activation activation) {
     std::mt19937 random(shape.num_rows + shape.num_columns + shape.depth);
     const auto rows = noise(random, std::size_t{1} * shape.num_rows * shape.depth);
@@ -47,6 +70,7 @@ void check_product(const LinearKernel& kernel, ThreadPool& threads, const Shape&
                               activation);
     const std::int32_t outputs = matrix.num_outputs();
     const auto residual = noise(random, std::size_t{1} * shape.num_rows * outputs);
+    const auto read = as_read(kernel, shape, type, weights);
     const bool adds = activation == Activation::none;
     std::vector<float> out(residual.size(), std::nanf(""));
     ProductResources resources{threads, {}};
@@ -56,34 +80,31 @@ void check_product(const LinearKernel& kernel, ThreadPool& threads, const Shape&
                              std::to_string(shape.depth);
     // Each addition of a sum rounds to fp32.
     const double depth = shape.depth;
-    const double bound = 2e-6 * std::sqrt(depth) * std::max(1.0, std::sqrt(depth) / 8);
+    double bound = 2e-6 * std::sqrt(depth) * std::max(1.0, std::sqrt(depth) / 8);
+    // Rows are rounded to 1 / 65,534 of numbers of at most about 5.
+    if (is_quantised(type)) bound += 5.0 / 65534 * depth;
     for (std::int32_t r = 0; r < shape.num_rows; ++r)
         for (std::int32_t c = 0; c < outputs; ++c) {
-            const double sum = product(kernel, shape, type, rows, weights, bias, r, c);
+            const double sum = product(kernel, shape, type, rows, read, bias, r, c);
             double want = sum, slack = bound;
             if (adds) want += residual[r * outputs + c];
             if (activation == Activation::relu) want = std::max(sum, 0.0);
             if (is_gated(activation)) {
-                want = gate(activation, sum) * product(kernel, shape, type, rows, weights, bias, r, outputs + c);
-                slack = 1e-4 + 1e-5 * std::abs(want);
+                want = gate(activation, sum) * product(kernel, shape, type, rows, read, bias, r, outputs + c);
+                slack = (is_quantised(type) ? 4 * bound : 1e-4) + 1e-5 * std::abs(want);
             }
             check_near(text, out[r * outputs + c], want, slack);
         }
-    if (is_gated(activation)) return;
-    std::vector<float> row(shape.depth);
-    matrix.unpack_row(shape.num_columns - 1, row.data());
-    for (std::int32_t k = 0; k < shape.depth; ++k)
-        CHECK(row[k] == rounded(type, weights[(shape.num_columns - 1) * shape.depth + k]));
 }
 
 // Around the rows of a tile and of a block, the columns of a panel, and the depth of a span.
 void test_products(const LinearKernel& kernel, ThreadPool& alone, ThreadPool& threads) {
-    for (const DType type : weight_dtypes) {
+    for (const WeightType type : weight_types) {
         for (const std::int32_t rows : {1, 2, 3, 4, 5, 6, 7, 12, 13, 97})
             check_product(kernel, alone, {rows, 33, 19}, type, Activation::none);
         for (const std::int32_t columns : {1, 15, 16, 17, 32, 64})
             check_product(kernel, alone, {5, columns, 8}, type, Activation::none);
-        for (const std::int32_t depth : {1, 2, 3, 640, 641, 1301})
+        for (const std::int32_t depth : {1, 2, 3, 31, 65, 640, 641, 1301})
             check_product(kernel, alone, {7, 17, depth}, type, Activation::none);
         check_product(kernel, threads, {9, 300, 96}, type, Activation::none);
         for (const Activation activation : {Activation::relu, Activation::silu_gated, Activation::gelu_tanh_gated})

@@ -27,6 +27,8 @@ from gpu_svc.limits import Limits
 from svc_common.decoder.decoder import Decoder
 from svc_common.model.spec import ModelSpec
 from svc_common.model.store import ModelFiles, resolve
+from svc_common.policy import ExecutionPolicy
+from svc_common.tensor_plane import RegionShape
 
 MakeDriver = Callable[..., Driver]
 
@@ -50,11 +52,15 @@ def make_driver() -> Iterator[MakeDriver]:
         limits: Limits = LIMITS,
         kv_dtype: torch.dtype | None = None,
         host_kv_dtype: torch.dtype | None = None,
+        policy: ExecutionPolicy | None = None,
     ) -> Driver:
         shape = KvShape.of(decoder.spec, block_tokens, kv_dtype or decoder.dtype, host_kv_dtype)
         services = (cpu_attention,) if isinstance(cpu_attention, CpuAttention) else cpu_attention
-        host = HostTier([service.attach(decoder, shape, limits) for service in services]) if services else None
-        driver = Driver(Executor(decoder, shape, num_gpu_blocks * shape.block_bytes), host, limits)
+        host_kv_bytes = sum(service.kv_bytes for service in services)
+        executor = Executor(decoder, shape, num_gpu_blocks * shape.block_bytes, host_kv_bytes=host_kv_bytes)
+        region = region_shape(decoder, shape, limits, policy, executor.num_gpu_blocks(policy))
+        host = HostTier([service.attach(decoder, region) for service in services]) if services else None
+        driver = Driver(executor, host, limits, policy)
         made.append(driver)
         return driver
 
@@ -107,9 +113,11 @@ class CpuAttention:
     address: str
     epoch: int = 0
 
-    def attach(self, decoder: Decoder, shape: KvShape, limits: Limits = LIMITS) -> HostPool:
+    kv_bytes: int = 0
+
+    def attach(self, decoder: Decoder, region: RegionShape) -> HostPool:
         self.epoch += 1
-        return asyncio.run(attach_pool(self.address, self.epoch, region_shape(decoder, shape, limits)))
+        return asyncio.run(attach_pool(self.address, self.epoch, region, decoder))
 
     def kill(self) -> None:
         os.kill(self.process.pid, signal.SIGKILL)
@@ -122,16 +130,17 @@ def start_cpu_attention() -> Iterator[Callable[..., CpuAttention]]:
     started: list[CpuAttention] = []
     with tempfile.TemporaryDirectory(prefix="nfx-") as directory:
 
-        def start(pool: str = "4MiB") -> CpuAttention:
+        def start(kv_bytes: int = 4 * 2**20) -> CpuAttention:
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
                 address = f"127.0.0.1:{free.getsockname()[1]}"
             config = Path(directory) / f"{len(started)}.toml"
             config.write_text(
-                f'[cpu_attn]\nlisten = "{address}"\nkv_bytes = "{pool}"\nnum_threads = 1\nsegment_dir = "{directory}"\n'
+                f'[cpu_attn]\nlisten = "{address}"\nkv_bytes = {kv_bytes}\nnum_threads = 1\n'
+                f'segment_dir = "{directory}"\n'
             )
             process = subprocess.Popen([sys.executable, "-m", "cpu_attn_svc", "--config", str(config)])
-            started.append(CpuAttention(process, address))
+            started.append(CpuAttention(process, address, kv_bytes=kv_bytes))
             with socket.socket() as probe:
                 while probe.connect_ex(("127.0.0.1", int(address.rpartition(":")[2]))):
                     assert process.poll() is None, "cpu_attn_svc did not start"

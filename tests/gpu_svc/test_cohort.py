@@ -8,6 +8,7 @@ import pytest
 from support.gpu import Driver, load_decoder
 from support.reference import Reference, Verdict
 
+from gpu_svc.cpu_attention_client import region_shape
 from gpu_svc.host_tier import HostTier
 from svc_common.model.store import ModelFiles
 from svc_common.plan import (
@@ -271,8 +272,8 @@ def test_a_new_epoch_forgets_the_step(
     driver = make_driver(decoder, 60, cpu_attention)
     driver.prefill(1, PROMPTS[1], Tier.HOST)
     driver.run(cohort=CohortStep((1,), 0, 2))
-    host = cpu_attention.attach(decoder, driver.executor.kv_shape)
-    again = Driver(driver.executor, HostTier([host]), epoch=2)
+    shape = region_shape(decoder, driver.executor.kv_shape, driver.limits)
+    again = Driver(driver.executor, HostTier([cpu_attention.attach(decoder, shape)]), epoch=2)
     again.prefill(1, PROMPTS[1], Tier.HOST)
     for _ in range(3):
         run_step(again, (1,), (1, 2))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.gguf_files import GGUF_VARIANTS, write_gguf
-from support.gpu import VARIANTS, Driver, load_decoder, load_torch_decoder, save_checkpoint
+from support.gpu import VARIANTS, Driver, dense_logits, load_decoder, load_torch_decoder, save_checkpoint
 from support.reference import Reference, Verdict, load_transformers
 
 from svc_common.cpu_kernels import runnable_linear_instruction_sets
@@ -22,28 +22,6 @@ from svc_common.plan import SubBatch
 CPU = torch.device("cpu")
 LOADERS: dict[str, Callable[..., Decoder]] = {"native": load_decoder, "torch": load_torch_decoder}
 PROMPT = [(i * 37 + 11) % 257 for i in range(75)]
-
-
-@torch.inference_mode()
-def dense_logits(decoder: Decoder, tokens: list[int]) -> torch.Tensor:
-    """[n, vocab_size]: the decoder with the plainest attention there is, written out in float64."""
-    spec = decoder.spec
-    positions = torch.arange(len(tokens))
-    hidden, workspace = decoder.embed(torch.tensor(tokens), positions), decoder.workspace(positions)
-    distance = positions[:, None] - positions
-    for layer in range(spec.num_layers):
-        window = spec.layer(layer).sliding_window or len(tokens)
-        hidden_keys = (distance < 0) | (distance >= window)
-        decoder.pre_attention(layer, hidden, workspace)
-        group = spec.num_q_heads // spec.num_kv_heads
-        k, v = (part.double().repeat_interleave(group, 1) for part in workspace.kv.unbind(1))
-        scores = torch.einsum("qhd,khd->hqk", workspace.q.double(), k) * spec.softmax_scale
-        if cap := spec.attention_softcap:
-            scores = cap * (scores / cap).tanh()
-        weights = scores.masked_fill(hidden_keys, float("-inf")).softmax(-1)
-        attended = torch.einsum("hqk,khd->qhd", weights, v).to(decoder.dtype).contiguous()
-        hidden = decoder.post_attention(layer, attended, hidden)
-    return decoder.logits(hidden)
 
 
 @pytest.fixture(params=LOADERS)
@@ -70,7 +48,7 @@ def test_every_instruction_set_gives_the_same_logits(
     torch_decoder = load_torch_decoder(checkpoint(variant))
     spec, weights = torch_decoder.spec, torch_decoder.weights
     head = None if spec.tie_embeddings else weights.head
-    decoder = CpuDecoder(
+    decoder = CpuDecoder.packed(
         spec,
         torch.float32,
         weights.embedding,

@@ -92,7 +92,7 @@ def test_int8_with_the_default_model(
     default_model: ModelFiles, make_driver: MakeDriver, start_cpu_attention: Callable[..., Any]
 ) -> None:
     decoder = load_decoder(default_model)
-    service = start_cpu_attention("16MiB")
+    service = start_cpu_attention(16 * 2**20)
     prompt = [(53 * i + i * i) % 40_000 for i in range(90)]
     exact = make_driver(decoder, 10, block_tokens=16)
     rounded = make_driver(decoder, 0, service, block_tokens=16, host_kv_dtype=torch.int8)

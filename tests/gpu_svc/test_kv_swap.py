@@ -1,5 +1,7 @@
 """Blocks from tier to tier in every pair of types: by the kernels and by torch's own operations."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -7,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cpu_attention import Pool, decode, to_pool
 
+from gpu_svc.kv_cache import KvShape
 from gpu_svc.kv_layout import KvBlocks, by_token, to_blocks
-from gpu_svc.kv_swap import BlockMoves, copy_blocks, copy_by_torch
+from gpu_svc.kv_swap import BlockMoves, copy_blocks, copy_by_torch, cross
+from gpu_svc.link import Link
 from svc_common.decoder.dtypes import KV_DTYPES
 
 NUM_LAYERS, NUM_KV_HEADS = 2, 3
@@ -100,3 +104,34 @@ def test_what_is_no_number_stays_none() -> None:
         assert is_nan[0, 0, 0, 1].all()
         assert is_nan[1, 0, 1, 2].all()
         assert is_nan.sum() == 2 * 4 * 8
+
+
+def test_swaps_cross_the_link_in_the_hosts_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each direction by its own lane; nothing crosses where nothing moves."""
+    shape = KvShape(NUM_LAYERS, NUM_KV_HEADS, 4, 8, torch.float32, torch.int8)
+    gpu, host = (as_blocks(to_pool(numbers(4, 4, 8), dtype)) for dtype in ("fp32", "int8"))
+    before = gpu.elements[:, 0].clone()
+    link, crossed = Link(), []
+
+    def lane(name: str) -> Callable[[int, float, Callable[[], object]], None]:
+        def pace(num_bytes: int, requested_s: float, copy: Callable[[], object]) -> None:
+            crossed.append((name, num_bytes))
+            copy()
+
+        return pace
+
+    monkeypatch.setattr(link.to_host, "pace", lane("out"))
+    monkeypatch.setattr(link.to_device, "pace", lane("in"))
+
+    def moves(source: int, target: int) -> BlockMoves:
+        return BlockMoves(*(np.array([value], np.int32) for value in (source, target, 4)))
+
+    cross(link.to_host, gpu, host, moves(0, 3), shape)
+    cross(link.to_device, host, gpu, moves(3, 1), shape)
+    block_bytes = 2 * NUM_LAYERS * NUM_KV_HEADS * (4 * 8 + 4)  # A byte each, and a scale.
+    assert crossed == [("out", block_bytes), ("in", block_bytes)]
+    torch.testing.assert_close(gpu.elements[:, 1], before, rtol=0, atol=0.02)
+    nothing = BlockMoves(*(np.zeros(0, np.int32) for _ in range(3)))
+    cross(link.to_host, gpu, host, nothing, shape)
+    cross(link.to_device, host, gpu, nothing, shape)
+    assert len(crossed) == 2

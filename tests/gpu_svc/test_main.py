@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 from support.stacks import own_environment
 
-from gpu_svc.__main__ import check_kv_sizes, check_weights_fit, table_cache
+from gpu_svc.__main__ import check_kv_sizes, make_executor, table_cache
+from gpu_svc.executor import Executor
+from gpu_svc.limits import Limits
 from svc_common.config import Config, ConfigError, parse
 from svc_common.model.store import ModelFiles
+from svc_common.policy import ExecutionPolicy
 
 BLOCK_BYTES, HOST_BLOCK_BYTES = 1000, 600
 MEMORY_BYTES = 1_000_000
@@ -39,10 +42,44 @@ def test_tiers_that_can_be_had(gpu_kv_bytes: int, host_kv_bytes: int) -> None:
     check_kv_sizes(config, BLOCK_BYTES, HOST_BLOCK_BYTES, MEMORY_BYTES)
 
 
-def test_weights_that_the_device_cannot_hold() -> None:
-    check_weights_fit("tiny", MEMORY_BYTES, MEMORY_BYTES)
-    with pytest.raises(ConfigError, match="tiny: its weights take 1000001 bytes, the device has 1000000"):
-        check_weights_fit("tiny", MEMORY_BYTES + 1, MEMORY_BYTES)
+def test_a_model_larger_than_the_device_is_streamed(
+    checkpoint: Callable[[str], ModelFiles], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing but the sizes decides: with room for all layers no file is written."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    limits = Limits(4, 32, 64)
+
+    def start(memory_bytes: int | None) -> Executor:
+        gpu = {"device": "cpu", "dtype": "fp32", "kv_bytes": 100_000}
+        if memory_bytes is not None:
+            gpu["memory_bytes"] = memory_bytes
+        source = str(checkpoint("llama-deep").directory)
+        return make_executor(parse({"model": {"source": source}, "gpu": gpu}, "test"))
+
+    roomy = start(None)
+    roomy.open_epoch(1, limits, None)
+    memory = roomy.memory
+    assert memory is not None
+    assert (roomy.resident_layers, roomy.streamed_bytes) == (7, 0)
+    assert not (tmp_path / "neoflex" / "layers").exists()
+    layer, other = memory.layer_bytes[0], memory.other_bytes
+
+    tight = start(other + 5 * layer + 100_000)
+    tight.open_epoch(1, limits, None)
+    assert (tight.resident_layers, tight.streamed_layers) == (3, range(4))
+    assert tight.streamed_bytes == 4 * layer
+    assert tight.status().weight_bytes == other + 3 * layer
+    assert len(list((tmp_path / "neoflex" / "layers").glob("*.weights"))) == 1
+    with pytest.raises(ConfigError, match=r"model.source .*: 0 of 7 layers .* more than the \d+ bytes of the device"):
+        start(other + 2 * layer + 99_999)
+    with pytest.raises(ConfigError, match=r"gpu.memory_bytes is .* bytes, there are .* bytes of memory"):
+        start(2**60)
+
+    # What was loaded without the file is streamed from it once a policy wants that.
+    roomy.open_epoch(2, limits, None, ExecutionPolicy(2))
+    assert (roomy.resident_layers, roomy.streamed_bytes) == (2, 5 * layer)
+    for executor in (roomy, tight):
+        executor.close()
 
 
 def test_an_address_that_cannot_be_had_is_said(checkpoint: Callable[[str], ModelFiles], tmp_path: Path) -> None:

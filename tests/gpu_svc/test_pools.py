@@ -11,6 +11,7 @@ from support.reference import Reference, Verdict
 
 from svc_common.model.store import ModelFiles
 from svc_common.plan import CohortStep, ExecutionError, Mode, NewBlocks, NewSequence, SubBatch, Swap, Tier
+from svc_common.trace import TraceKind
 
 MakeDriver = Callable[..., Driver]
 GetFiles = Callable[[str], ModelFiles]
@@ -23,7 +24,7 @@ POOLS = {1: 0, 2: 1, 3: 0, 4: 1, 5: 1}
 
 @pytest.fixture(scope="module")
 def services(start_cpu_attention: Callable[..., Any]) -> tuple[Any, Any]:
-    return start_cpu_attention("2MiB"), start_cpu_attention("4MiB")
+    return start_cpu_attention(2 * 2**20), start_cpu_attention(4 * 2**20)
 
 
 @pytest.fixture
@@ -82,6 +83,17 @@ def test_swaps_go_to_the_pool_that_owns_the_blocks(driver: Driver, reference: Ge
     assert_reference_tokens(reference("llama"), driver)
 
 
+def test_a_trace_shows_the_busiest_service(driver: Driver) -> None:
+    """The first pool has work of the first sub-batch only, the second of the second."""
+    result = driver.run(SubBatch(cpu_decodes=(1, 3)), SubBatch(cpu_decodes=(5, 2, 4)), trace=True)
+    times_ns = [work.attention_ns for work in result.pool_work]
+    assert result.trace is not None
+    attended = [event for event in result.trace.events(result.trace.cpu) if event.kind is TraceKind.CPU_ATTEND]
+    assert [(event.layer, event.sub_batch) for event in attended] == [
+        (layer, times_ns.index(max(times_ns))) for layer in range(3)
+    ]
+
+
 def test_blocks_of_two_pools_are_refused(driver: Driver) -> None:
     blocks = tuple(int(driver.blocks(Tier.HOST, 1, pool)[0]) for pool in (0, 1))
     new = NewSequence(9, np.arange(6, dtype="i4"), Tier.HOST, blocks)
@@ -99,7 +111,7 @@ def test_a_block_of_another_pool_is_refused(driver: Driver) -> None:
 def test_one_lost_service_ends_the_epoch(
     checkpoint: GetFiles, make_driver: MakeDriver, start_cpu_attention: Callable[..., Any], services: Any
 ) -> None:
-    lost = start_cpu_attention("2MiB")
+    lost = start_cpu_attention(2 * 2**20)
     driver = make_driver(load_decoder(checkpoint("llama")), 60, (services[0], lost))
     driver.prefill(1, PROMPTS[1], Tier.HOST, pool=0)
     lost.process.send_signal(signal.SIGKILL)

@@ -19,7 +19,7 @@ import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from safetensors.torch import load_file, save_file
-from support.gpu import BLOCK_TOKENS, load_decoder
+from support.gpu import BLOCK_TOKENS, load_decoder, load_placed
 from support.reference import Reference, Verdict
 
 from gpu_svc.executor import Executor
@@ -27,6 +27,7 @@ from gpu_svc.kv_cache import KvShape
 from gpu_svc.servicer import ExecutorServicer
 from neoflex.v1 import executor_pb2 as pb
 from neoflex.v1 import executor_pb2_grpc
+from svc_common.decoder.decoder import Decoder
 from svc_common.grpc_server import GrpcServer
 from svc_common.model.store import ModelFiles
 
@@ -37,10 +38,10 @@ NOWHERE = "127.0.0.1:1"
 
 @asynccontextmanager
 async def serve(
-    files: ModelFiles, *cpu_attention_addresses: str, host_kv_dtype: torch.dtype | None = None
+    files: ModelFiles | Decoder, *cpu_attention_addresses: str, host_kv_dtype: torch.dtype | None = None
 ) -> AsyncIterator[executor_pb2_grpc.ExecutorServiceStub]:
     """A stub of a server in this process, with 40 GPU blocks."""
-    decoder = load_decoder(files)
+    decoder = load_decoder(files) if isinstance(files, ModelFiles) else files
     shape = KvShape.of(decoder.spec, BLOCK_TOKENS, decoder.dtype, host_kv_dtype)
     executor = Executor(decoder, shape, 40 * shape.block_bytes)
     with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as thread:
@@ -51,7 +52,7 @@ async def serve(
         async with grpc.aio.insecure_channel(server.address) as channel:
             yield executor_pb2_grpc.ExecutorServiceStub(channel)
         await server.stop(0)
-        thread.submit(executor.close_epoch).result()
+        thread.submit(executor.close).result()
 
 
 def open_epoch(epoch: int, **changes: Any) -> pb.OpenEpochRequest:
@@ -83,6 +84,49 @@ async def execute(stub: Any, *requests: pb.ExecuteRequest) -> list[pb.IterationR
             yield request
 
     return [response.result async for response in stub.Execute(send())]
+
+
+async def test_a_policy_says_how_many_layers_stay(checkpoint: GetFiles, tmp_path: Path) -> None:
+    """And the answer what that takes, of a device with room for five of seven layers."""
+    roomy = load_placed(checkpoint("llama-deep"), tmp_path).memory
+    layer, other = roomy.layer_bytes[0], roomy.other_bytes
+    memory_bytes = other + 5 * layer
+    decoder = load_placed(checkpoint("llama-deep"), tmp_path, memory_bytes=memory_bytes, link_bytes_per_s=10**9)
+    async with serve(decoder) as stub:
+        for epoch, request, resident in (
+            (1, open_epoch(1, profile=True), 3),
+            (2, open_epoch(2, policy=pb.ExecutionPolicy(resident_layers=1)), 1),
+        ):
+            opened = await stub.OpenEpoch(request)
+            assert (opened.resident_layers, opened.streamed_layers) == (resident, 7 - resident)
+            assert opened.streamed_bytes == (7 - resident) * layer
+            expected = pb.DeviceMemory(
+                memory_bytes=memory_bytes,
+                weights_bytes=7 * layer,
+                layer_bytes=layer,
+                other_bytes=other,
+                link_bytes_per_s=opened.memory.link_bytes_per_s,
+            )
+            assert opened.memory == expected
+            assert opened.memory.link_bytes_per_s > 0
+            if epoch == 1:
+                assert opened.memory.link_bytes_per_s == opened.tables.link_bytes_per_s
+            status = await stub.GetExecutorStatus(pb.GetExecutorStatusRequest())
+            assert (status.resident_layers, status.weight_bytes) == (resident, other + resident * layer)
+            assert (status.memory, status.streamed_bytes) == (expected, opened.streamed_bytes)
+        for policy, code, text in (
+            (
+                pb.ExecutionPolicy(resident_layers=4),
+                grpc.StatusCode.FAILED_PRECONDITION,
+                "4 of 7 layers with embedding",
+            ),
+            (pb.ExecutionPolicy(resident_layers=8), grpc.StatusCode.INVALID_ARGUMENT, "must be in [0, 7], is 8"),
+            (pb.ExecutionPolicy(decode_cpu_layers=1), grpc.StatusCode.INVALID_ARGUMENT, "must be 0"),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError, match=re.escape(text)) as refused:
+                await stub.OpenEpoch(open_epoch(3, policy=policy))
+            assert refused.value.code() is code
+        assert (await stub.OpenEpoch(open_epoch(3))).resident_layers == 3
 
 
 async def test_plans_run_in_order_and_tokens_are_the_reference(
@@ -331,3 +375,41 @@ def test_the_process_says_why_it_cannot_start(
     assert ended.returncode == 1
     assert message in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+async def test_policies_that_cannot_be(checkpoint: GetFiles, cpu_attention: Any) -> None:
+    """What contradicts itself is refused; layers that the CPU attention service can't compute are left out."""
+    decoder = load_decoder(checkpoint("llama"))
+    async with serve(decoder, cpu_attention.address) as stub:
+        for policy, text in (
+            (
+                pb.ExecutionPolicy(resident_layers=2, prefill_cpu_layers=2, decode_cpu_layers=1),
+                "at most decode_cpu_layers",
+            ),
+            (pb.ExecutionPolicy(resident_layers=3, decode_cpu_layers=4), r"must be in \[0, 3\], is 4"),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError, match=text) as caught:
+                await stub.OpenEpoch(open_epoch(1, policy=policy))
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        cpu_attention.epoch += 1
+        policy = pb.ExecutionPolicy(resident_layers=3, decode_cpu_layers=1)
+        opened = await stub.OpenEpoch(open_epoch(cpu_attention.epoch, policy=policy, profile=True))
+    [pool] = opened.host_pools
+    assert "is another model than the executor's" in pool.error
+    assert opened.policy == pb.ExecutionPolicy(resident_layers=3)
+    assert (pool.num_blocks, opened.gpu_blocks) == (0, 40)
+    assert opened.tables.linear
+    assert not opened.tables.cpu_linear
+
+
+async def test_cpu_layers_need_one_cpu_attention_service(checkpoint: GetFiles) -> None:
+    policy = pb.ExecutionPolicy(resident_layers=3, decode_cpu_layers=2)
+    for addresses, where in (
+        ((NOWHERE, NOWHERE), "with several CPU attention services"),
+        ((), "where cpu_attn.kv_bytes is 0"),
+    ):
+        async with serve(checkpoint("llama"), *addresses) as stub:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await stub.OpenEpoch(open_epoch(1, policy=policy))
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert refused.value.details() == f"policy.decode_cpu_layers: must be 0 {where}, is 2"

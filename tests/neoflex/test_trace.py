@@ -12,12 +12,12 @@ from support.inference import InferenceServer
 from support.traces import decoupled, gpu_only, pipelined
 
 from neoflex.cli import trace as command
-from neoflex.trace.chrome import CPU_PID, GPU_PID, to_chrome
+from neoflex.trace.chrome import CPU_PID, GPU_PID, LINK_PID, to_chrome
 from neoflex.trace.picture import draw
 from neoflex.trace.record import record
 from neoflex.trace.summary import IterationTimes, summarize, times_of
 from svc_common.plan import Mode
-from svc_common.trace import IterationTrace
+from svc_common.trace import IterationTrace, TraceEvents, TraceKind
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 TIMES = IterationTimes(
@@ -35,6 +35,12 @@ TIMES = IterationTimes(
 def three_iterations() -> list[IterationTrace]:
     """50 ns without a plan after the first; iteration 3 did not arrive."""
     return [pipelined(1, 10_000), gpu_only(2, 10_150), pipelined(4, 10_250, unit_ns=3)]
+
+
+def with_link(trace: IterationTrace) -> IterationTrace:
+    """Two layers came meanwhile."""
+    kinds = (int(TraceKind.WEIGHT_COPY),) * 2
+    return replace(trace, link=TraceEvents(kinds, (4, 5), (-1, -1), (10, 50), (30, 40)))
 
 
 class TestSummary:
@@ -135,6 +141,13 @@ class TestChrome:
         names = [e["args"]["name"] for e in to_chrome([gpu_only(1, 5)])["traceEvents"] if e["name"] == "process_name"]
         assert names == ["gpu_svc", "gpu_svc", "cpu_attn_svc"]
 
+    def test_the_link_has_a_lane_where_weights_crossed_it(self) -> None:
+        events = to_chrome([with_link(gpu_only(1, 5))])["traceEvents"]
+        assert [e["args"]["name"] for e in events if e["name"] == "process_name"][-1] == "link"
+        came = [event for event in events if event["name"] == "weights"]
+        assert {event["pid"] for event in came} == {LINK_PID}
+        assert [(e["args"]["layer"], e["ts"], e["dur"]) for e in came] == [(4, 0.010, 0.030), (5, 0.050, 0.040)]
+
 
 @pytest.mark.parametrize(
     "traces",
@@ -144,6 +157,7 @@ class TestChrome:
         [pipelined(n, 1000 * n) for n in range(1, 9)],
         [decoupled(1, 5), pipelined(2, 500)],
         [decoupled(1, 5, with_batch=False)],
+        [with_link(gpu_only(1, 5)), pipelined(2, 500)],
     ],
 )
 def test_a_picture_of_whatever_ran(traces: list[IterationTrace], tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from support.planner_rig import (
 from neoflex.v1 import executor_pb2
 from neoflex.v1 import inference_pb2 as pb
 from planner_svc import engine as engine_module
+from svc_common.policy import ExecutionPolicy
 
 FOREVER = 150
 LONG_PROMPT = "x" * 40
@@ -297,3 +298,40 @@ async def test_a_service_that_restarts_before_it_is_missed_loses_nothing(start_r
     for text, tokens, rest in zip(("the", "abc"), got, await asyncio.gather(*map(collect, streams)), strict=True):
         assert tokens + tokens_of(rest) == answer_of(rig, text, 40)
     assert await host_blocks(rig) == 120
+
+
+async def test_a_change_of_policy_amid_answers(start_rig: StartRig) -> None:
+    """Streams go on in an epoch that begins at once, with the same tokens; nothing is measured twice."""
+    rig = await start_rig(two_tiers(), FakeHost())
+    texts = ("the", "abc", LONG_PROMPT)
+    streams = [rig.stub.GenerateStream(streaming(request(text, max_tokens=60))) for text in texts]
+    for stream in streams:
+        await first_delta(stream)
+    partition = ExecutionPolicy(resident_layers=1, prefill_cpu_layers=1, decode_cpu_layers=1)
+    for policy in (partition, None, partition):
+        num_epochs = len(rig.executor.epochs)
+        rig.server._loop.change_policy(policy)
+        await rig.until(lambda num=num_epochs: len(rig.executor.epochs) > num and bool(rig.executor.held))
+    for text, stream in zip(texts, streams, strict=True):
+        assert tokens_of(await collect(stream))[-5:] == answer_of(rig, text, 60)[-5:]
+    asked = [(epoch.policy.decode_cpu_layers, epoch.profile) for epoch in rig.executor.epochs]
+    assert asked == [(0, True), (1, True), (0, False), (1, False)]
+    rig.server._loop.change_policy(partition)
+    await asyncio.sleep(0)
+    assert len(rig.executor.epochs) == 4
+
+
+async def test_cpu_layers_go_with_the_cpu_attention_service(start_rig: StartRig) -> None:
+    """The executor then computes them itself; what that takes is measured when it first happens."""
+    executor, host = FakeExecutor(host_blocks=100, iteration_s=0.02), FakeHost()
+    rig = await start_rig(executor, host, decode_policy="partition", cpu_layers=1)
+    stream = rig.stub.GenerateStream(streaming(request("the", max_tokens=FOREVER)))
+    await first_delta(stream)
+    await host.kill()
+    assert tokens_of(await collect(stream))[-5:] == answer_of(rig, "the", FOREVER)[-5:]
+    asked = [(epoch.policy.decode_cpu_layers, epoch.profile) for epoch in rig.executor.epochs]
+    assert asked[:3] == [(1, True), (1, False), (1, True)]
+    await host.start()
+    await rig.until(has_host_blocks(rig, 100))
+    assert rig.executor.epochs[-1].policy.decode_cpu_layers == 1
+    assert not rig.executor.epochs[-1].profile

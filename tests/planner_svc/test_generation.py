@@ -6,7 +6,7 @@ import pytest
 from support.planner_rig import TOKENIZER
 
 from planner_svc.generation import Delta, EndReason, Finished, Generation, GenerationRequest, Position
-from planner_svc.scheduler import DEFAULT_CLASS, Targets
+from planner_svc.scheduler import DEFAULT_CLASS, History, Targets
 from svc_common.errors import ServiceError, unavailable
 from svc_common.plan import PromptLogprobs, Sampling, TokenLogprobs
 
@@ -25,6 +25,7 @@ def generation(stops: tuple[str, ...] = (), targets: Targets | None = None) -> G
         arrival_ns=1000,
         service_class=DEFAULT_CLASS,
         targets=targets,
+        cache_salt=None,
     )
     return Generation(request, 7, TOKENIZER)
 
@@ -38,7 +39,7 @@ async def test_what_a_slow_reader_missed_comes_in_one_delta() -> None:
     answer.push(B, logprobs, False, 1200)
     answer.push(A, logprobs, False, 1300)
     answer.push(C, logprobs, True, 1400)
-    answer.finish(EndReason.END_TOKEN, C, 2, 1500)
+    answer.finish(EndReason.END_TOKEN, C, History(num_recomputations=2, num_cached_tokens=2), 1500)
     positions = tuple(Position(token, logprobs) for token in (B, A, C))
     assert await anext(deltas) == Delta("ba", (B, A, C), positions)
     with pytest.raises(StopAsyncIteration):
@@ -51,6 +52,7 @@ async def test_what_a_slow_reader_missed_comes_in_one_delta() -> None:
         time_to_first_token_ns=100,
         duration_ns=500,
         recomputations=2,
+        cached_tokens=2,
         targets_met=None,
     )
 
@@ -75,7 +77,7 @@ async def test_the_prompt_s_positions_come_once_and_with_the_first_token() -> No
 async def test_positions_of_a_prompt_without_an_answer_stay_unsaid() -> None:
     answer = generation()
     answer.push_prompt(PromptLogprobs(1, (-1.0,), (), ()))
-    answer.finish(EndReason.ABORT, None, 0, 1500)
+    answer.finish(EndReason.ABORT, None, History(), 1500)
     assert await answer.whole() == Delta("", (), ())
 
 
@@ -93,7 +95,7 @@ async def test_tokens_whose_text_is_held_are_reported_and_the_text_follows() -> 
     deltas = answer.deltas()
     assert answer.push(A, None, False, 1100) is None
     assert await anext(deltas) == Delta("", (A,), ())
-    answer.finish(EndReason.TIME_LIMIT, None, 0, 1200)
+    answer.finish(EndReason.TIME_LIMIT, None, History(), 1200)
     assert await anext(deltas) == Delta("a", (), ())
     assert answer.finished.completion_tokens == 1
 
@@ -112,7 +114,7 @@ async def test_a_failure_comes_after_what_was_generated() -> None:
 
 async def test_an_end_without_tokens() -> None:
     answer = generation()
-    answer.finish(EndReason.ABORT, None, 0, 1500)
+    answer.finish(EndReason.ABORT, None, History(), 1500)
     assert await answer.whole() == Delta("", (), ())
     assert (answer.finished.time_to_first_token_ns, answer.finished.duration_ns) == (0, 500)
 
@@ -131,7 +133,7 @@ async def test_whether_targets_were_met(token_times_ns: list[int], expected: boo
     answer = generation(targets=Targets(ttft_s=1000e-9, tpot_s=500e-9))
     for time_ns in token_times_ns:
         answer.push(A, None, False, time_ns)
-    answer.finish(EndReason.LENGTH, None, 0, 9000)
+    answer.finish(EndReason.LENGTH, None, History(), 9000)
     assert answer.finished.targets_met is expected
 
 
@@ -140,5 +142,5 @@ async def test_an_end_before_the_first_token_was_due_is_neither_in_time_nor_late
     end_ns: int, expected: bool | None
 ) -> None:
     answer = generation(targets=Targets(ttft_s=1000e-9, tpot_s=500e-9))
-    answer.finish(EndReason.ABORT, None, 0, end_ns)
+    answer.finish(EndReason.ABORT, None, History(), end_ns)
     assert answer.finished.targets_met is expected

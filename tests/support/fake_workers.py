@@ -132,6 +132,10 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
             gpu_blocks=self.gpu_blocks,
             host_pools=pools,
         )
+        if request.HasField("policy"):
+            response.policy.CopyFrom(request.policy)
+            if not any(attached):
+                response.policy.CopyFrom(executor_pb2.ExecutionPolicy(resident_layers=self.num_layers))
         if request.profile:
             response.tables.CopyFrom(tables(any(attached)))
         self._attached = [host for host, is_attached in zip(self.hosts, attached, strict=True) if is_attached]
@@ -209,6 +213,7 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
                 new.sampling.num_prompt_logprobs,
                 bool(new.sampling.grammar),
             )
+            self.held[new.sequence_id].num_computed = new.num_cached_tokens
         for swap in plan.swaps:
             self.held[swap.sequence_id].tier = swap.target
             self.held[swap.sequence_id].blocks = list(swap.blocks)

@@ -7,16 +7,24 @@ from typing import Any
 import numpy as np
 import torch
 
+from gpu_svc.cpu_layers import CpuLayers
+from gpu_svc.device_memory import DeviceMemory
 from gpu_svc.executor import Executor
 from gpu_svc.host_tier import HostTier
 from gpu_svc.limits import Limits
+from gpu_svc.link import Link
+from gpu_svc.placed_decoder import PlacedDecoder
+from gpu_svc.torch_layers import TorchLayers
 from svc_common.decoder.checkpoint import open_model
+from svc_common.decoder.cpu_decoder import CpuDecoder
 from svc_common.decoder.decoder import Decoder
+from svc_common.decoder.layer_writer import open_layer_file
+from svc_common.decoder.load import Loader, load_weights
 from svc_common.decoder.load import load_decoder as load
-from svc_common.decoder.load import load_weights
 from svc_common.decoder.torch_decoder import TorchDecoder
 from svc_common.model.store import ModelFiles
 from svc_common.plan import IterationPlan, IterationResult, Mode, NewSequence, PrefillChunk, Sampling, SubBatch, Tier
+from svc_common.policy import ExecutionPolicy
 
 CPU = torch.device("cpu")
 BLOCK_TOKENS = 4
@@ -163,10 +171,56 @@ def load_decoder(files: ModelFiles, dtype: torch.dtype = torch.float32) -> Decod
     return load(checkpoint, spec, dtype, CPU)
 
 
+def load_placed(
+    files: ModelFiles,
+    directory: Path,
+    dtype: torch.dtype = torch.float32,
+    memory_bytes: int = 2**40,
+    link_bytes_per_s: int = 0,
+    torch_layers: bool = False,
+) -> PlacedDecoder:
+    """The same with its layers in a file in `directory`, all on the device by default; KV takes none of the memory.
+
+    `torch_layers`: as on a GPU, on the CPU.
+    """
+    spec, checkpoint = open_model(files)
+    file = open_layer_file(files, spec, checkpoint, dtype, directory)
+    decoder = CpuDecoder(spec, dtype)
+    if torch_layers:
+        on_device = TorchDecoder(spec, Loader(checkpoint, spec, dtype, CPU).weights(with_layers=False))
+        memory = DeviceMemory(memory_bytes, file.layer_bytes, on_device.weight_bytes, 0, num_stagings=1)
+        return PlacedDecoder(TorchLayers(on_device, decoder, lambda: file, Link(link_bytes_per_s)), memory)
+    decoder.bind_vocabulary(file.vocabulary, file.positions())
+    memory = DeviceMemory(memory_bytes, file.layer_bytes, decoder.vocabulary_bytes, 0)
+    return PlacedDecoder(CpuLayers(decoder, lambda: file, Link(link_bytes_per_s)), memory)
+
+
 def load_torch_decoder(files: ModelFiles, dtype: torch.dtype = torch.float32) -> TorchDecoder:
     """The one that runs on a GPU."""
     spec, checkpoint = open_model(files)
     return TorchDecoder(spec, load_weights(checkpoint, spec, dtype, CPU))
+
+
+@torch.inference_mode()
+def dense_logits(decoder: Decoder, tokens: list[int]) -> torch.Tensor:
+    """[n, vocab_size]: the decoder with the plainest attention there is, written out in float64."""
+    spec = decoder.spec
+    positions = torch.arange(len(tokens))
+    hidden, workspace = decoder.embed(torch.tensor(tokens), positions), decoder.workspace(positions)
+    distance = positions[:, None] - positions
+    for layer in range(spec.num_layers):
+        window = spec.layer(layer).sliding_window or len(tokens)
+        hidden_keys = (distance < 0) | (distance >= window)
+        decoder.pre_attention(layer, hidden, workspace)
+        group = spec.num_q_heads // spec.num_kv_heads
+        k, v = (part.double().repeat_interleave(group, 1) for part in workspace.kv.unbind(1))
+        scores = torch.einsum("qhd,khd->hqk", workspace.q.double(), k) * spec.softmax_scale
+        if cap := spec.attention_softcap:
+            scores = cap * (scores / cap).tanh()
+        weights = scores.masked_fill(hidden_keys, float("-inf")).softmax(-1)
+        attended = torch.einsum("hqk,khd->qhd", weights, v).to(decoder.dtype).contiguous()
+        hidden = decoder.post_attention(layer, attended, hidden)
+    return decoder.logits(hidden)
 
 
 @dataclass
@@ -176,14 +230,15 @@ class Driver:
     executor: Executor
     host: HostTier | None = None
     limits: Limits = LIMITS
+    policy: ExecutionPolicy | None = None
     iteration: int = 0
     epoch: int = 1
     tokens: dict[int, list[int]] = field(default_factory=dict)
     results: list[IterationResult] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.executor.open_epoch(self.epoch, self.limits, self.host)
-        self.free = {Tier.GPU: [list(range(self.executor.num_gpu_blocks))], Tier.HOST: [[]]}
+        self.executor.open_epoch(self.epoch, self.limits, self.host, self.policy)
+        self.free = {Tier.GPU: [list(range(self.executor.num_gpu_blocks(self.policy)))], Tier.HOST: [[]]}
         """By tier and pool."""
         if self.host:
             pools = zip(self.host.first_blocks, self.host.pool_blocks, strict=True)

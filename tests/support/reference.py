@@ -29,10 +29,12 @@ class Verdict:
 class Reference:
     """Greedy tokens of a model, and a judge of other implementations' tokens."""
 
-    def __init__(self, files: ModelFiles) -> None:
+    def __init__(self, files: ModelFiles, model: PreTrainedModel | None = None, tie: float = TIE) -> None:
+        """`model`: in place of what transformers makes of the files."""
+        self._tie = tie
         # Threads of a second process on the same few cores wait for one another most of the time.
         torch.set_num_threads(1)
-        self._model = load_transformers(files)
+        self._model = model or load_transformers(files)
         self._greedy: dict[tuple[tuple[int, ...], int], list[int]] = {}
 
     @torch.inference_mode()
@@ -53,6 +55,12 @@ class Reference:
         return self._greedy[key]
 
     @torch.inference_mode()
+    def logits(self, tokens: Sequence[int]) -> torch.Tensor:
+        """[n, vocab_size]: after each token."""
+        logits: torch.Tensor = self._model(torch.tensor([list(tokens)])).logits[0]
+        return logits
+
+    @torch.inference_mode()
     def judge(self, prompt: Sequence[int], tokens: Sequence[int], verdict: Verdict, label: str = "") -> None:
         """Adds to `verdict` how each of `tokens` compares with the reference's choice after the same prefix."""
         verdict.steps += len(tokens)
@@ -65,7 +73,7 @@ class Reference:
                 continue
             gap = float(best.values[step, 0] - logits[step, token])
             text = f"{label} step {step}: {token} for {int(best.indices[step, 0])}, {gap:.2e} apart"
-            (verdict.near_ties if gap <= TIE else verdict.mismatches).append(text)
+            (verdict.near_ties if gap <= self._tie else verdict.mismatches).append(text)
 
 
 @cache

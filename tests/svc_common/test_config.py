@@ -26,6 +26,11 @@ GIB = 2**30
         ({"kv": {"block_tokens": 0}}, "kv.block_tokens: "),
         ({"kv": {"block_tokens": 257}}, "kv.block_tokens: "),
         ({"kv": {"dtype": "int8"}}, "kv.dtype: must be 'auto', 'fp32', 'bf16' or 'fp16', is 'int8'"),
+        (
+            {"gpu": {"dtype": "int8", "device": "cuda"}},
+            'test: gpu: dtype "int8" is for device "cpu"; on cuda it is not built',
+        ),
+        ({"gpu": {"dtype": "int2"}}, "gpu.dtype: must be 'auto', 'fp32', 'bf16', 'fp16', 'int8' or 'int4', is 'int2'"),
         ({"kv": {"host_dtype": "int4"}}, "kv.host_dtype: must be 'auto', 'fp32', 'bf16', 'fp16' or 'int8', is 'int4'"),
         (
             {"kv": {"host_dtype": "int8"}, "cpu_attn": {"kv_bytes": 0}},

@@ -213,8 +213,8 @@ def test_what_does_not_fit_is_refused() -> None:
         PackedLinear(noise(8, 4), None, "fp32", "none", "sse9")
     with pytest.raises(ValueError, match="bias does not fit"):
         PackedLinear(noise(8, 4), noise(7), "fp32", "none", "auto")
-    with pytest.raises(ValueError, match="fp32, fp16 or bf16"):
-        PackedLinear(noise(8, 4), None, "int4", "none", "auto")
+    with pytest.raises(ValueError, match="fp32, fp16, bf16, int8 or int4"):
+        PackedLinear(noise(8, 4), None, "fp8", "none", "auto")
     with pytest.raises(ValueError, match="even number of rows"):
         PackedLinear(noise(7, 4), None, "fp32", "silu_gated", "auto")
     with pytest.raises(ValueError, match="the activation is none, relu, silu_gated or gelu_tanh_gated"):

@@ -105,7 +105,7 @@ def test_names_go_while_the_region_stays(segment: Segment, segment_dir: Path) ->
     ("offset", "value", "message"),
     [
         (0, struct.pack("<Q", 1), "not a NeoFlex region"),
-        (8, struct.pack("<I", 99), "layout version 99, this side has 3"),
+        (8, struct.pack("<I", 99), "layout version 99, this side has 4"),
         (24, struct.pack("<Q", 1 << 20), "its header says 1048576"),
     ],
 )

@@ -52,4 +52,9 @@ def test_columns_that_make_no_events_are_refused(columns: tuple[tuple[int, ...],
 
 
 def test_waiting_for_the_other_process_is_a_bubble() -> None:
-    assert {kind for kind in TraceKind if kind.is_bubble} == {TraceKind.WAIT, TraceKind.REPORT, TraceKind.CPU_WAIT}
+    assert {kind for kind in TraceKind if kind.is_bubble} == {
+        TraceKind.WAIT,
+        TraceKind.REPORT,
+        TraceKind.CPU_WAIT,
+        TraceKind.WEIGHT_WAIT,
+    }

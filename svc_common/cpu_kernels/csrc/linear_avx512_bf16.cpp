@@ -11,6 +11,7 @@ struct LinearAvx512Bf16 : LinearAvx512 {
     static Pairs set_pair(std::uint32_t bits) {
         return reinterpret_cast<Pairs>(_mm512_set1_epi32(static_cast<int>(bits)));
     }
+    static Ints dot(Ints sum, Int16Pairs a, Int16Pairs b) { return (Ints)_mm512_dpwssd_epi32((__m512i)sum, a, b); }
     static Vec add_pair_products(Vec sums, Pairs a, Pairs b) { return _mm512_dpbf16_ps(sums, a, b); }
 };
 

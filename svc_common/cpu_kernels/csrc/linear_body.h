@@ -10,44 +10,17 @@
 
 #include "elementwise_body.h"
 #include "half.h"
+#include "linear_integer.h"
 #include "linear_kernel.h"
+#include "linear_tile.h"
 
 namespace neoflex {
 namespace {
-
-// Read ahead of the multiply-adds, in bytes: the processor's own prefetching ends at pages and starts slowly.
-constexpr std::size_t prefetch_bytes = 4096;
-
-template <typename S>
-constexpr int panel_vectors = S::panel_columns / S::width;
-
-// Two neighbouring bf16 of a row.
-struct Pair {
-    std::uint32_t bits;
-};
-
-// Where a tile's rows are: r0, r4 and r8, from which the others are addressed by small multiples of the stride.
-template <int R, typename X>
-struct RowPointers {
-    const X* every_fourth[(R + 3) / 4];
-    std::size_t stride;
-
-    RowPointers(const X* rows, std::size_t row_stride) : stride(row_stride) {
-        for (int i = 0; i < (R + 3) / 4; ++i) every_fourth[i] = rows + 4 * i * row_stride;
-    }
-    X at(int row, std::int32_t k) const { return every_fourth[row / 4][(row % 4) * stride + k]; }
-};
 
 template <typename S, int R>
 struct Sums {
     typename S::Vec vectors[R][panel_vectors<S>];
 };
-
-template <typename S, typename W>
-[[gnu::always_inline]] inline void prefetch(const W* weights, int vector, int elements) {
-    if (vector * elements * sizeof(W) % 64 == 0)
-        __builtin_prefetch(reinterpret_cast<const char*>(weights + vector * elements) + prefetch_bytes);
-}
 
 template <typename S, int R>
 [[gnu::always_inline]] inline void multiply_add(Sums<S, R>& sums, const RowPointers<R, float>& rows, std::int32_t k,
@@ -101,7 +74,7 @@ template <typename S, int R>
 
 // bf16 weights and rows, by instructions that multiply pairs.
 template <typename S, int R>
-[[gnu::always_inline]] inline void multiply_depths(Sums<S, R>& sums, const RowPointers<R, Pair>& rows,
+[[gnu::always_inline]] inline void multiply_depths(Sums<S, R>& sums, const RowPointers<R, Word>& rows,
                                                    const BFloat* weights, std::int32_t depth) {
     for (std::int32_t k = 0; k < (depth + 1) / 2; ++k, weights += 2 * S::panel_columns) {
         typename S::Pairs columns[panel_vectors<S>];
@@ -151,33 +124,35 @@ template <typename S, typename X, typename W, int R = S::tile_rows>
 template <typename S, typename X, typename W>
 void accumulate_rows(const X* rows, std::size_t row_stride, std::int32_t num_rows, const W* weights,
                      std::int32_t depth, bool start, float* sums) {
-    // Tiles of nearly equal height: a low last one would use few registers.
-    for (std::int32_t tiles = (num_rows + S::tile_rows - 1) / S::tile_rows; tiles > 0; --tiles) {
-        const std::int32_t tile_rows = (num_rows + tiles - 1) / tiles;
-        multiply_some_rows<S>(tile_rows, rows, row_stride, weights, depth, start, sums);
-        num_rows -= tile_rows;
-        rows += tile_rows * row_stride;
-        sums += tile_rows * S::panel_columns;
-    }
+    in_tiles<S::tile_rows>(num_rows, [&](std::int32_t first, std::int32_t count) {
+        multiply_some_rows<S>(count, rows + first * row_stride, row_stride, weights, depth, start,
+                              sums + first * S::panel_columns);
+    });
 }
 
 template <typename S>
-void accumulate(DType weight_type, const void* rows, std::size_t row_stride, std::int32_t num_rows,
-                const void* weights, std::int32_t depth, bool start, float* sums) {
-    const auto run = [&]<typename X, typename W>(const X* typed_rows, std::size_t stride, const W* typed_weights) {
-        accumulate_rows<S>(typed_rows, stride, num_rows, typed_weights, depth, start, sums);
-    };
+void accumulate(WeightType type, const void* rows, std::size_t row_stride, std::int32_t num_rows, const void* weights,
+                std::int32_t depth, bool start, float* sums) {
     const auto* wide = static_cast<const float*>(rows);
-    switch (weight_type) {
-        case DType::fp32: return run(wide, row_stride, static_cast<const float*>(weights));
-        case DType::fp16: return run(wide, row_stride, static_cast<const Half*>(weights));
-        case DType::bf16:
+    const auto* words = static_cast<const Word*>(rows);
+    const auto* bytes = static_cast<const std::byte*>(weights);
+    const auto run = [&]<typename X, typename W>(const X* typed_rows, const W* typed_weights) {
+        accumulate_rows<S>(typed_rows, row_stride, num_rows, typed_weights, depth, start, sums);
+    };
+    const auto run_groups = [&]<WeightType quantised>() {
+        accumulate_groups<S, quantised>(words, row_stride, num_rows, bytes, num_units(quantised, depth), start, sums);
+    };
+    switch (type) {
+        case WeightType::fp32: return run(wide, static_cast<const float*>(weights));
+        case WeightType::fp16: return run(wide, static_cast<const Half*>(weights));
+        case WeightType::bf16:
             if constexpr (S::rounds_rows) {
-                return run(static_cast<const Pair*>(rows), row_stride / 2, static_cast<const BFloat*>(weights));
+                return run(words, static_cast<const BFloat*>(weights));
             } else {
-                return run(wide, row_stride, static_cast<const BFloat*>(weights));
+                return run(wide, static_cast<const BFloat*>(weights));
             }
-        case DType::int8: return;  // No weights are.
+        case WeightType::int8: return run_groups.template operator()<WeightType::int8>();
+        case WeightType::int4: return run_groups.template operator()<WeightType::int4>();
     }
 }
 
@@ -193,8 +168,8 @@ void round_row(const float* row, std::int32_t depth, std::uint16_t* out) {
 template <typename S>
 constexpr LinearKernel make_linear_kernel(const char* name) {
     static_assert(S::panel_columns <= max_panel_columns && S::panel_columns % (2 * S::width) == 0);
-    return {name,      S::panel_columns, S::rounds_rows, &round_row<S>, &accumulate<S>,
-            &store<S>, &store_activated<S>, &normalise<S>, &rotate<S>,    &argmax<S>};
+    return {name,      S::panel_columns,    S::rounds_rows, &round_row<S>, &quantise_row<S>, &accumulate<S>,
+            &store<S>, &store_activated<S>, &normalise<S>,  &rotate<S>,    &argmax<S>};
 }
 
 }  // namespace

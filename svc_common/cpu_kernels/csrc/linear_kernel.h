@@ -6,13 +6,14 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "dtype.h"
+#include "weight_type.h"
 
 namespace neoflex {
 
 // Weights [num_columns, depth] lie in panels of `panel_columns` columns: [num_panels, depth, panel_columns], the last
 // panel padded with zeros. bf16 keeps pairs of depths side by side, [num_panels, depth / 2, panel_columns, 2], padded
-// where depth is odd: widening a pair takes one instruction each, and some processors multiply pairs.
+// where depth is odd: widening a pair takes one instruction each, and some processors multiply pairs. int8 and int4 are
+// in groups of depths, padded to whole ones; see weight_type.h.
 constexpr std::int32_t max_panel_columns = 32;
 
 // Rows that are multiplied with a panel at a time: their part of the input stays in the second-level cache.
@@ -48,11 +49,15 @@ struct LinearKernel {
     bool rounds_rows;
     // Rounds one row to bf16, padding included.
     void (*round_row)(const float* row, std::int32_t depth, std::uint16_t* out);
+    // Makes groups of one row for products with weights of a quantised type: `out` has row_group_words() for each.
+    // Products of a group with a number that is not finite are NaN.
+    void (*quantise_row)(WeightType, const float* row, std::int32_t depth, std::uint32_t* out);
     // sums [num_rows, panel_columns] = (start ? 0 : sums) + rows [num_rows, depth] . weights [depth, panel_columns].
-    // Each sum adds its products, or pairs of them, in the order of depth, so it depends neither on the other rows nor
-    // on where depth is cut. `weights` point into a panel, at an even depth. `rows` are fp32, `row_stride` apart, or
-    // see `rounds_rows`. At most max_block_rows rows.
-    void (*accumulate)(DType weight_type, const void* rows, std::size_t row_stride, std::int32_t num_rows,
+    // Each sum adds its products, or pairs or groups of them, in the order of depth, so it depends neither on the other
+    // rows nor on where depth is cut. `weights` point into a panel, at an even depth or the start of a group. `rows`
+    // are fp32, or words of 32 bits as round_row or quantise_row made them, `row_stride` of these apart. At most
+    // max_block_rows rows.
+    void (*accumulate)(WeightType, const void* rows, std::size_t row_stride, std::int32_t num_rows,
                        const void* weights, std::int32_t depth, bool start, float* sums);
     // out [num_rows, num_columns] = sums + bias + residual; either may be null. `residual` lies like `out` and may be
     // it. `bias` has panel_columns.

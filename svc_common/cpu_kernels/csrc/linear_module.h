@@ -6,5 +6,6 @@
 namespace neoflex {
 
 void bind_linear(nanobind::module_& m);
+void bind_decoder(nanobind::module_& m);
 
 }  // namespace neoflex

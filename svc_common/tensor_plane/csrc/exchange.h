@@ -48,23 +48,21 @@ class Exchange {
 
     // Waits until it is.
     Outcome wait(int slot, nanoseconds timeout) {
-        const auto start = Clock::now();
-        Control& control = region_.control();
-        Outcome end = Outcome::timed_out;
-        auto interrupted = [&](bool slept_a_slice) {
-            if (control.refused_iteration.load(std::memory_order_acquire) == iteration_) {
-                end = Outcome::refused;
-            } else if (region_.is_closed() || (slept_a_slice && !region_.peer_alive())) {
-                end = Outcome::peer_lost;
-            } else {
-                return false;
-            }
-            return true;
-        };
-        const auto result =
-            waiters_[slot].wait(control.completed[slot], num_submits_[slot], start + timeout, interrupted);
-        waited_ += Clock::now() - start;
-        return result == WaitResult::reached ? Outcome::completed : end;
+        return wait(waiters_[slot], region_.control().completed[slot], num_submits_[slot], timeout);
+    }
+
+    // Batches handed over to the CPU layers so far, modulo 2^32.
+    std::uint32_t num_layer_batches() const { return num_layer_batches_; }
+
+    // The hidden states of so many more of them are in place.
+    void submit_layers(std::uint32_t num_batches) {
+        num_layer_batches_ += num_batches;
+        region_.control().layers_submitted.ring(num_layer_batches_);
+    }
+
+    // Waits until the first `num_batches` of all are through.
+    Outcome wait_layers(std::uint32_t num_batches, nanoseconds timeout) {
+        return wait(layer_waiter_, region_.control().layers_completed, num_batches, timeout);
     }
 
     // Copies the first rows of a slot's out.
@@ -78,6 +76,25 @@ class Exchange {
     const Region& region() const { return region_; }
 
   private:
+    Outcome wait(Waiter& waiter, Doorbell& bell, std::uint32_t target, nanoseconds timeout) {
+        const auto start = Clock::now();
+        Control& control = region_.control();
+        Outcome end = Outcome::timed_out;
+        auto interrupted = [&](bool slept_a_slice) {
+            if (control.refused_iteration.load(std::memory_order_acquire) == iteration_) {
+                end = Outcome::refused;
+            } else if (region_.is_closed() || (slept_a_slice && !region_.peer_alive())) {
+                end = Outcome::peer_lost;
+            } else {
+                return false;
+            }
+            return true;
+        };
+        const auto result = waiter.wait(bell, target, start + timeout, interrupted);
+        waited_ += Clock::now() - start;
+        return result == WaitResult::reached ? Outcome::completed : end;
+    }
+
     std::size_t head_bytes() const {
         return static_cast<std::size_t>(region_.shape().head_dim) * dtype_bytes(region_.shape().exchange_dtype);
     }
@@ -104,7 +121,9 @@ class Exchange {
     Region& region_;
     std::uint64_t iteration_ = 0;
     std::uint32_t num_submits_[num_slots] = {};
+    std::uint32_t num_layer_batches_ = 0;
     Waiter waiters_[num_slots];
+    Waiter layer_waiter_;
     nanoseconds waited_{0};
 };
 

@@ -1,4 +1,9 @@
-// What lies where in the shared region: control words, exchange slots, KV pool.
+// What lies where in the shared region: control words, exchange slots, hidden states, KV pools.
+//
+// The model's first num_cpu_layers layers, if any, are computed by the region's owner, whatever the tier of a sequence.
+// Their KV lies in the lower pool, the other layers' in the tier's own: the executor's cache or the pool of host blocks.
+// Each block of either tier has its counterpart in the lower pool: GPU block g is g there, host block h is
+// num_gpu_blocks + h.
 //
 // A KV block, here and in gpu_svc's own cache, is block_tokens tokens of one layer: [2 (K, V), num_kv_heads, ...], then
 //
@@ -35,7 +40,7 @@ struct PlaneError : std::runtime_error {
 
 inline constexpr std::uint64_t region_magic = 0x4e4f494745524e46;  // "FNREGION" in memory
 // Raise it with every change of this file.
-inline constexpr std::uint32_t layout_version = 3;
+inline constexpr std::uint32_t layout_version = 4;
 inline constexpr int num_slots = 2;
 inline constexpr int max_head_dim = 256;
 inline constexpr int max_layers = 256;
@@ -68,6 +73,11 @@ struct Shape {
     float softmax_scale;
     float softcap;  // c: a score s counts as c * tanh(s / c); 0: as it is
     std::array<std::int32_t, max_layers> sliding_windows;  // by layer: tokens each query sees, itself included; 0: all
+    std::int32_t num_cpu_layers = 0;  // of num_layers the first, computed by the owner
+    // Of use only with such layers:
+    std::int32_t num_gpu_blocks = 0;
+    std::int32_t hidden_size = 0;
+    std::int32_t max_tokens = 0;  // most that pass these layers in one iteration
 
     bool operator==(const Shape&) const = default;
 
@@ -81,10 +91,10 @@ struct Shape {
     std::size_t layer_block_bytes() const { return 2 * half_block_elements() * dtype_bytes(kv_dtype); }
     // Scales of one block in one layer.
     std::size_t layer_block_scales() const { return kv_dtype == DType::int8 ? 2 * static_cast<std::size_t>(num_kv_heads) : 0; }
-    // All that one block takes.
-    std::size_t block_bytes() const {
-        return num_layers * (layer_block_bytes() + layer_block_scales() * sizeof(float));
-    }
+    // All that one block of the host tier takes, its counterpart in the lower pool included.
+    std::size_t block_bytes() const { return num_layers * layer_bytes(); }
+    // What a block of the GPU's tier takes in the lower pool.
+    std::size_t lower_block_bytes() const { return num_cpu_layers * layer_bytes(); }
 
     void check() const {
         if (num_layers < 1 || num_kv_heads < 1 || num_q_heads < 1 || block_tokens < 1 || max_sequences < 1)
@@ -96,7 +106,14 @@ struct Shape {
         if (!(softcap >= 0.0f)) throw PlaneError("shape: softcap must not be negative");
         for (std::int32_t window : sliding_windows)
             if (window < 0) throw PlaneError("shape: a sliding window must not be negative");
+        if (num_cpu_layers < 0 || num_cpu_layers > num_layers || num_gpu_blocks < 0)
+            throw PlaneError("shape: CPU layers must be among the layers, GPU blocks not negative");
+        if (num_cpu_layers > 0 && (hidden_size < 1 || max_tokens < 1))
+            throw PlaneError("shape: with CPU layers hidden_size and max_tokens must be at least 1");
     }
+
+  private:
+    std::size_t layer_bytes() const { return layer_block_bytes() + layer_block_scales() * sizeof(float); }
 };
 
 // Offsets in bytes. `slot_*` count from the start of a slot, the others from the start of the region.
@@ -107,10 +124,18 @@ struct Layout {
     std::size_t slot_k;    // [max_sequences, num_kv_heads, head_dim]
     std::size_t slot_v;    // like k
     std::size_t slot_out;  // like q
+    std::size_t hidden_offset;  // [max_tokens, hidden_size], fp32; none without CPU layers
+    // [num_layers - num_cpu_layers, num_blocks, 2 (K, V), num_kv_heads, block_tokens * head_dim], kv dtype
     std::size_t pool_offset;
-    std::size_t pool_bytes;  // [num_layers, num_blocks, 2 (K, V), num_kv_heads, block_tokens * head_dim], kv dtype
+    std::size_t pool_bytes;
+    // [num_layers - num_cpu_layers, num_blocks, 2 (K, V), num_kv_heads], fp32; none unless the pool is in int8
     std::size_t scales_offset;
-    std::size_t scales_bytes;  // [num_layers, num_blocks, 2 (K, V), num_kv_heads], fp32; none unless the pool is in int8
+    std::size_t scales_bytes;
+    // Like pool and scales: [num_cpu_layers, num_gpu_blocks + num_blocks, ...]
+    std::size_t lower_offset;
+    std::size_t lower_bytes;
+    std::size_t lower_scales_offset;
+    std::size_t lower_scales_bytes;
     std::size_t region_bytes;
 };
 
@@ -126,6 +151,9 @@ struct alignas(line_bytes) Control {
     std::atomic<std::uint64_t> refused_iteration;             // the last that the worker refused
     Doorbell submitted[num_slots];                            // rung by the executor
     Doorbell completed[num_slots];                            // rung by the worker
+    // Batches that pass the CPU layers, counted over all iterations: handed over, and done.
+    Doorbell layers_submitted;
+    Doorbell layers_completed;
 };
 
 static_assert(sizeof(Control) <= page_bytes);
@@ -144,12 +172,20 @@ inline Layout layout_of(const Shape& shape, std::int32_t num_blocks) {
     layout.slot_v = layout.slot_k + kv_bytes;
     layout.slot_out = layout.slot_v + kv_bytes;
     layout.slot_bytes = layout.slot_out + q_bytes;
-    layout.pool_offset = round_up(layout.exchange_offset + num_slots * layout.slot_bytes, page_bytes);
-    layout.pool_bytes = static_cast<std::size_t>(shape.num_layers) * num_blocks * shape.layer_block_bytes();
+    layout.hidden_offset = round_up(layout.exchange_offset + num_slots * layout.slot_bytes, page_bytes);
+    const std::size_t hidden_bytes =
+        shape.num_cpu_layers == 0 ? 0 : static_cast<std::size_t>(shape.max_tokens) * shape.hidden_size * sizeof(float);
+    layout.pool_offset = round_up(layout.hidden_offset + hidden_bytes, page_bytes);
+    const std::size_t upper = static_cast<std::size_t>(shape.num_layers - shape.num_cpu_layers) * num_blocks;
+    layout.pool_bytes = upper * shape.layer_block_bytes();
     layout.scales_offset = round_up(layout.pool_offset + layout.pool_bytes, page_bytes);
-    layout.scales_bytes =
-        static_cast<std::size_t>(shape.num_layers) * num_blocks * shape.layer_block_scales() * sizeof(float);
-    layout.region_bytes = round_up(layout.scales_offset + layout.scales_bytes, page_bytes);
+    layout.scales_bytes = upper * shape.layer_block_scales() * sizeof(float);
+    const std::size_t lower = static_cast<std::size_t>(shape.num_cpu_layers) * (shape.num_gpu_blocks + num_blocks);
+    layout.lower_offset = round_up(layout.scales_offset + layout.scales_bytes, page_bytes);
+    layout.lower_bytes = lower * shape.layer_block_bytes();
+    layout.lower_scales_offset = round_up(layout.lower_offset + layout.lower_bytes, page_bytes);
+    layout.lower_scales_bytes = lower * shape.layer_block_scales() * sizeof(float);
+    layout.region_bytes = round_up(layout.lower_scales_offset + layout.lower_scales_bytes, page_bytes);
     return layout;
 }
 

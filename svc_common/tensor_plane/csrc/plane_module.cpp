@@ -24,7 +24,8 @@ void check_slot(int slot) {
 Shape make_shape(std::int32_t num_layers, std::int32_t num_q_heads, std::int32_t num_kv_heads, std::int32_t head_dim,
                  std::int32_t block_tokens, const std::string& kv_dtype, const std::string& exchange_dtype,
                  std::int32_t max_sequences, float softmax_scale, float softcap,
-                 const std::vector<std::int32_t>& sliding_windows) {
+                 const std::vector<std::int32_t>& sliding_windows, std::int32_t num_cpu_layers,
+                 std::int32_t num_gpu_blocks, std::int32_t hidden_size, std::int32_t max_tokens) {
     Shape shape{num_layers,
                 num_q_heads,
                 num_kv_heads,
@@ -35,7 +36,11 @@ Shape make_shape(std::int32_t num_layers, std::int32_t num_q_heads, std::int32_t
                 max_sequences,
                 softmax_scale,
                 softcap,
-                {}};
+                {},
+                num_cpu_layers,
+                num_gpu_blocks,
+                hidden_size,
+                max_tokens};
     if (!sliding_windows.empty() && sliding_windows.size() != static_cast<std::size_t>(num_layers))
         throw PlaneError("shape: sliding_windows has not one value for each layer");
     shape.check();  // The layers fit.
@@ -111,10 +116,18 @@ void bind_region(nb::module_& m) {
         .def_prop_ro("num_blocks", &Region::num_blocks)
         .def_prop_ro("region_bytes", [](const Region& r) { return r.layout().region_bytes; })
         .def_prop_ro(
-            "pool_bytes", [](const Region& r) { return r.layout().pool_bytes + r.layout().scales_bytes; },
-            "Scales included.")
+            "pool_bytes",
+            [](const Region& r) {
+                const Layout& at = r.layout();
+                return at.pool_bytes + at.scales_bytes + at.lower_bytes + at.lower_scales_bytes;
+            },
+            "Of all blocks, scales included.")
         .def_prop_ro("pool_offset", [](const Region& r) { return r.layout().pool_offset; })
         .def_prop_ro("scales_offset", [](const Region& r) { return r.layout().scales_offset; })
+        .def_prop_ro("lower_offset", [](const Region& r) { return r.layout().lower_offset; })
+        .def_prop_ro("lower_scales_offset", [](const Region& r) { return r.layout().lower_scales_offset; })
+        .def_prop_ro("num_lower_blocks", &Region::num_lower_blocks, "That the lower pool has.")
+        .def_prop_ro("hidden_offset", [](const Region& r) { return r.layout().hidden_offset; })
         .def(
             "slot_offsets",
             [](const Region& r, int slot) {
@@ -139,6 +152,7 @@ void bind_region(nb::module_& m) {
             [](Region& region, std::uint64_t iteration) {
                 region.control().refused_iteration.store(iteration, std::memory_order_release);
                 for (auto& bell : region.control().completed) bell.nudge();
+                region.control().layers_completed.nudge();
             },
             "iteration"_a, "Owner: ends the executor's waits in this iteration.")
         .def_prop_ro("is_attached", &Region::is_attached)
@@ -170,6 +184,18 @@ void bind_exchange(nb::module_& m) {
              "Copies num_rows rows from first_row on of q [n, num_q_heads, head_dim] and kv [n, 2, num_kv_heads,\n"
              "head_dim] into the slot and rings. CPU tensors of the exchange type, bf16 also as uint16, any strides\n"
              "but in the last axis. Raises PlaneError where they are not that.")
+        .def_prop_ro("num_layer_batches", &Exchange::num_layer_batches,
+                     "Handed over to the CPU layers so far, modulo 2^32.")
+        .def("submit_layers", &Exchange::submit_layers, "num_batches"_a,
+             "The hidden states of so many more batches are in place.")
+        .def(
+            "wait_layers",
+            [](Exchange& exchange, std::uint32_t num_batches, double timeout_s) {
+                const auto timeout = std::chrono::duration<double>(timeout_s);
+                return exchange.wait_layers(num_batches, std::chrono::duration_cast<nanoseconds>(timeout));
+            },
+            "num_batches"_a, "timeout_s"_a, nb::call_guard<nb::gil_scoped_release>(),
+            "Waits until so many of all batches, modulo 2^32, are through the CPU layers.")
         .def("wait", &wait, "slot"_a, "timeout_s"_a, "Waits until the slot's last submit is answered.")
         .def("wait_and_take", &wait_and_take, "slot"_a, "out"_a, "first_row"_a, "num_rows"_a, "timeout_s"_a,
              nb::sig("def wait_and_take(self, slot: int, out: object, first_row: int, num_rows: int, "
@@ -197,7 +223,8 @@ NB_MODULE(_plane, m) {
     nb::class_<Shape>(m, "Shape", "The attention that is computed over a region.")
         .def_static("make", &make_shape, "num_layers"_a, "num_q_heads"_a, "num_kv_heads"_a, "head_dim"_a,
                     "block_tokens"_a, "kv_dtype"_a, "exchange_dtype"_a, "max_sequences"_a, "softmax_scale"_a,
-                    "softcap"_a, "sliding_windows"_a, "`sliding_windows`: one for each layer, or none at all.");
+                    "softcap"_a, "sliding_windows"_a, "num_cpu_layers"_a, "num_gpu_blocks"_a, "hidden_size"_a,
+                    "max_tokens"_a, "`sliding_windows`: one for each layer, or none at all.");
     bind_region(m);
     bind_exchange(m);
     m.def(

@@ -80,10 +80,12 @@ class Region {
                                           std::size_t pool_bytes, const std::vector<int>& cpus) {
         shape.check();
         const std::size_t block_bytes = shape.block_bytes();
-        const std::size_t num_blocks = pool_bytes / block_bytes;
+        const std::size_t gpu_bytes = shape.num_gpu_blocks * shape.lower_block_bytes();
+        const std::size_t num_blocks = pool_bytes < gpu_bytes ? 0 : (pool_bytes - gpu_bytes) / block_bytes;
         if (num_blocks < 1)
             throw PlaneError("a pool of " + std::to_string(pool_bytes) + " bytes holds no block: one takes " +
-                             std::to_string(block_bytes));
+                             std::to_string(block_bytes) +
+                             (gpu_bytes == 0 ? "" : ", the GPU's in the CPU layers " + std::to_string(gpu_bytes)));
         if (num_blocks > static_cast<std::size_t>(std::numeric_limits<std::int32_t>::max()))
             throw PlaneError("a pool of " + std::to_string(pool_bytes) + " bytes has more blocks than can be numbered");
         const Layout layout = layout_of(shape, static_cast<std::int32_t>(num_blocks));
@@ -121,15 +123,20 @@ class Region {
     std::uint64_t epoch() const { return epoch_; }
     std::byte* base() const { return base_; }
     std::byte* slot(int index) const { return base_ + layout_.exchange_offset + index * layout_.slot_bytes; }
-    // K and V of one layer: [num_blocks, 2, num_kv_heads, block_tokens * head_dim]
+    // [max_tokens, hidden_size], on the way through the CPU layers
+    float* hidden() const { return reinterpret_cast<float*>(base_ + layout_.hidden_offset); }
+    std::int32_t num_lower_blocks() const { return shape_.num_gpu_blocks + num_blocks_; }
+    // K and V of one layer in its pool, which for a CPU layer is the lower one: [num_blocks or num_lower_blocks, 2,
+    // num_kv_heads, block_tokens * head_dim]
     std::byte* pool_layer(int layer) const {
-        return base_ + layout_.pool_offset + static_cast<std::size_t>(layer) * num_blocks_ * shape_.layer_block_bytes();
+        const std::size_t bytes = blocks_before(layer) * shape_.layer_block_bytes();
+        return base_ + (is_lower(layer) ? layout_.lower_offset : layout_.pool_offset) + bytes;
     }
-    // [num_blocks, 2, num_kv_heads], null unless the pool is in int8
+    // Likewise [..., 2, num_kv_heads], null unless the pools are in int8
     float* scales_layer(int layer) const {
-        if (layout_.scales_bytes == 0) return nullptr;
-        return reinterpret_cast<float*>(base_ + layout_.scales_offset) +
-               static_cast<std::size_t>(layer) * num_blocks_ * shape_.layer_block_scales();
+        if (shape_.layer_block_scales() == 0) return nullptr;
+        std::byte* scales = base_ + (is_lower(layer) ? layout_.lower_scales_offset : layout_.scales_offset);
+        return reinterpret_cast<float*>(scales) + blocks_before(layer) * shape_.layer_block_scales();
     }
 
     bool is_closed() const { return control().closed.load(std::memory_order_acquire) != 0; }
@@ -146,10 +153,19 @@ class Region {
         control().closed.store(1, std::memory_order_release);
         for (auto& bell : control().submitted) bell.nudge();
         for (auto& bell : control().completed) bell.nudge();
+        control().layers_submitted.nudge();
+        control().layers_completed.nudge();
         unlock(file_->get(), side_);
     }
 
   private:
+    bool is_lower(int layer) const { return layer < shape_.num_cpu_layers; }
+    // In the layer's pool, of the layers before it.
+    std::size_t blocks_before(int layer) const {
+        if (is_lower(layer)) return static_cast<std::size_t>(layer) * num_lower_blocks();
+        return static_cast<std::size_t>(layer - shape_.num_cpu_layers) * num_blocks_;
+    }
+
     Region(const std::string& path, std::unique_ptr<FileDescriptor> file, std::uint64_t epoch, const Shape& shape,
            std::int32_t num_blocks, const Layout& layout, const std::vector<int>& cpus)
         : file_(std::move(file)), side_(Side::owner), shape_(shape), layout_(layout), num_blocks_(num_blocks),

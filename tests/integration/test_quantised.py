@@ -1,0 +1,38 @@
+"""Quantised weights through the real services: the tokens of transformers with the same rounded weights."""
+
+import asyncio
+
+from support.quantised import rounded_reference
+from support.reference import Verdict
+
+from neoflex import AsyncClient, Client
+
+NUM_TOKENS = 16
+
+
+def test_int8_weights_in_two_sub_batches_beside_the_host_tier(start, files, prompts):
+    chosen = sorted(prompts, key=len)[:4]
+    stack = start(
+        planner={"mode": "asymmetric"},
+        gpu={"dtype": "int8", "kv_bytes": "4MiB"},
+        kv={"dtype": "fp32"},
+        cpu_attn={"kv_bytes": "64MiB"},
+    )
+    with Client(stack.address) as client:
+        assert client.model_info().compute_dtype == "int8"
+
+    async def run() -> list[list[int]]:
+        async with AsyncClient(stack.address) as client:
+            requests = [
+                client.generate(token_ids=p, max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, timeout=300)
+                for p in chosen
+            ]
+            return [list(completion.token_ids) for completion in await asyncio.gather(*requests)]
+
+    answers = asyncio.run(run())
+    assert stack.server_info().counters.cpu_attended_tokens > 0
+    verdict, reference = Verdict(), rounded_reference(files, "int8")
+    for prompt, tokens in zip(chosen, answers, strict=True):
+        assert len(tokens) == NUM_TOKENS
+        reference.judge(prompt, tokens, verdict)
+    assert verdict.mismatches == [], str(verdict)
