@@ -10,12 +10,13 @@ from cpu_attn_svc.host import LayersUnavailableError, WantedLayers
 from svc_common.cpu_kernels import ThreadPool
 from svc_common.decoder.checkpoint import CheckpointError, open_model
 from svc_common.decoder.cpu_decoder import CpuDecoder
-from svc_common.decoder.dtypes import DTYPES, DTypeName
+from svc_common.decoder.dtypes import DTYPES
 from svc_common.decoder.layer_file import LayerFileError
 from svc_common.decoder.layer_writer import open_layer_file
 from svc_common.decoder.rope import Rotaries, Rotation
 from svc_common.model.spec import UnsupportedModelError
 from svc_common.model.store import ModelNotFoundError, resolve
+from svc_common.model.weight_types import WeightTypeName
 from svc_common.tensor_plane import LayerBatch, Segment
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ class CpuLayers:
                     f"model.source {source} is another model than the executor's: digest {spec.digest}, "
                     f"not {wanted.model_digest}"
                 )
-            dtype: DTypeName = next(name for name in DTYPES if name == wanted.weight_dtype)
+            dtype: WeightTypeName = next(name for name in DTYPES if name == wanted.weight_dtype)
             # Mapped, so that what the executor streams or loads from the same file is no second copy.
             file = open_layer_file(files, spec, checkpoint, DTYPES[dtype])
             decoder = file.decoder(range(num_layers), threads=threads)

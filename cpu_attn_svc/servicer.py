@@ -12,7 +12,7 @@ from svc_common.tensor_plane import PlaneError, RegionShape
 
 _EXCHANGE_DTYPES = ("fp32", "bf16", "fp16")
 _KV_DTYPES = (*_EXCHANGE_DTYPES, "int8")
-_WEIGHT_DTYPES = _EXCHANGE_DTYPES
+_WEIGHT_DTYPES = (*_EXCHANGE_DTYPES, "int8", "int4")
 # Limits of each count: far above any model, and low enough that no product of them overflows.
 _COUNT_LIMITS = {
     "num_layers": 256,
