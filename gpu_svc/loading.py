@@ -38,13 +38,10 @@ def load_for_device(
     """
     on_cpu = device.type == "cpu"
     empty = CpuDecoder(spec, dtype)
-    others = spec.weight_bytes(dtype.itemsize) - sum(
-        spec.layer_bytes(i, dtype.itemsize) for i in range(spec.num_layers)
-    )
     memory = DeviceMemory(
         memory_bytes,
         empty.layer_bytes,
-        empty.vocabulary_bytes + 4 * spec.position_parameters if on_cpu else others,
+        empty.vocabulary_bytes + 4 * spec.position_parameters if on_cpu else _vocabulary_bytes(spec, dtype.itemsize),
         kv_bytes,
         num_stagings=0 if on_cpu else 1,
     )
@@ -64,6 +61,11 @@ def load_for_device(
         file = open_file()
         decoder, open_file = _with_vocabulary(empty, file), lambda: file
     return PlacedDecoder(CpuLayers(decoder, open_file, link), memory)
+
+
+def _vocabulary_bytes(spec: ModelSpec, dtype_bytes: int) -> int:
+    """Of all that is in no layer, as a GPU keeps it."""
+    return spec.weight_bytes(dtype_bytes) - sum(spec.layer_bytes(i, dtype_bytes) for i in range(spec.num_layers))
 
 
 def _with_vocabulary(decoder: CpuDecoder, file: LayerFile) -> CpuDecoder:

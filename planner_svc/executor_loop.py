@@ -5,7 +5,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum
 
@@ -21,6 +21,7 @@ from planner_svc.executor_client import (
 )
 from planner_svc.host_watch import PROBE_EVERY_S, HostWatch
 from planner_svc.policy_keeper import PolicyKeeper
+from planner_svc.policy_tables import MakeEstimator, PolicyTables
 from planner_svc.scheduler import Capacity, TokenEvent
 from planner_svc.traces import Traces
 from svc_common.errors import unavailable
@@ -54,7 +55,7 @@ class ExecutorLoop:
         watches: Sequence[HostWatch],
         limits: EpochLimits,
         block_tokens: int,
-        make_estimator: Callable[[OperationTables, ExecutionPolicy | None], TableEstimator],
+        make_estimator: MakeEstimator,
         traces: Traces,
         policy: ExecutionPolicy | None = None,
         policies: PolicyKeeper | None = None,
@@ -68,13 +69,10 @@ class ExecutorLoop:
         self._watches = tuple(watches)
         self._limits = limits
         self._block_tokens = block_tokens
-        self._make_estimator = make_estimator
         self._traces = traces
         self._policy = policy
         self._policies = policies
-        self._tables: dict[ExecutionPolicy | None, OperationTables] = {}
-        """By what was asked for, and by what the executor made of it."""
-        self._estimators: dict[ExecutionPolicy | None, TableEstimator] = {}
+        self._tables = PolicyTables(make_estimator)
         self._capacity: Capacity | None = None
         self._estimator: TableEstimator | None = None
         self._epoch = time.time_ns()  # Later than any epoch of a planner before this one.
@@ -140,22 +138,21 @@ class ExecutorLoop:
 
     async def _prepare(self, profile: bool) -> None:
         """Opens the next epoch. Raises ExecutorLostError."""
-        placement, tables = await self._open_epoch(profile or not self._knows(self._policy))
-        if tables is None and not self._knows(placement.policy):
+        placement, tables = await self._open_epoch(profile or not self._tables.knows(self._policy))
+        if tables is None and not self._tables.knows(placement.policy):
             # Not as it was asked for: the CPU attention service, and with it its layers, has gone since.
             placement, tables = await self._open_epoch(profile=True)
         self._note_attachments(placement)
         if tables is not None:
-            estimator = self._make_estimator(tables, placement.policy)
-            for watch, pool in zip(self._watches, placement.pools, strict=True):
-                watch.cores.measured(estimator, pool.num_threads)
             # What was asked for is known by that name only as long as it is what there is.
             has_all = placement.host_blocks > 0 or not self._watches or self._policy is None
-            for key in {placement.policy, self._policy} if has_all else {placement.policy}:
-                self._tables[key], self._estimators[key] = tables, estimator
-        if placement.policy not in self._estimators:
+            self._tables.add(tables, placement.policy, self._policy if has_all else placement.policy)
+        self._estimator = self._tables.estimator(placement.policy)
+        if self._estimator is None:
             raise ExecutorLostError("the executor measured no tables")
-        self._estimator = self._estimators[placement.policy]
+        if tables is not None:
+            for watch, pool in zip(self._watches, placement.pools, strict=True):
+                watch.cores.measured(self._estimator, pool.num_threads)
         self._estimator.stream(placement.streamed_layers, placement.streamed_bytes)
         self._capacity = Capacity(
             gpu_blocks=placement.gpu_blocks,
@@ -204,19 +201,12 @@ class ExecutorLoop:
             await self._lose_hosts()
         self._engine.suspend()
         # Tables measured without the host say nothing about attention there.
-        tables = self._tables.get(self._policy)
+        tables = self._tables.tables(self._policy)
         await self._open(profile=end is EpochEnd.HOST_BACK and tables is not None and not tables.cpu_decode)
 
     async def _open_epoch(self, profile: bool) -> tuple[Placement, OperationTables | None]:
         self._epoch += 1
         return await self._executor.open_epoch(self._epoch, self._limits, profile, self._policy)
-
-    def _knows(self, policy: ExecutionPolicy | None) -> bool:
-        """Whether there are tables for it: its own, or those of operations on both processors."""
-        tables = self._policies.tables if self._policies else None
-        if policy is not None and policy not in self._tables and tables is not None:
-            self._tables[policy], self._estimators[policy] = tables, self._make_estimator(tables, policy)
-        return policy in self._tables
 
     async def _choose_first_policy(self) -> None:
         """Measures layers on the CPU where some don't fit on the device, and opens an epoch by the policy chosen."""
@@ -226,8 +216,10 @@ class ExecutorLoop:
             return
         before, self._policy = self._policy, policy
         await self._prepare(profile=True)
-        tables = self._tables[self.placement.policy]
+        tables = self._tables.tables(self.placement.policy)
+        assert tables is not None
         chosen = await asyncio.to_thread(self._policies.measured, self.placement, tables)
+        self._tables.of_both = self._policies.tables
         self._policy = chosen or before
         await self._prepare(profile=False)
 

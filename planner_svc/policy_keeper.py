@@ -24,6 +24,7 @@ CONSIDER_EVERY_S = 5.0
 _FIRST_PROMPT_TOKENS, _FIRST_OUTPUT_TOKENS, _FIRST_SEQUENCES = 512, 128, 8
 """What is chosen for before any request has come."""
 _DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1}
+"""Of KV, and of activations on a GPU."""
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,8 @@ class PolicyKeeper:
         """The policy to begin with; None where the executor could not measure layers on the CPU."""
         if not tables.cpu_linear or placement.memory is None or placement.policy is None:
             return None
-        dtype_bytes = _DTYPE_BYTES[placement.compute_dtype]
+        # What weights take, of whatever type, the executor says; of activations the CPU makes fp32.
+        dtype_bytes = 4 if placement.device == "cpu" else _DTYPE_BYTES[placement.compute_dtype]
         memory = ServiceMemory(
             gpu_bytes=placement.memory.memory_bytes,
             gpu_kv_bytes=self._kv_bytes[0],

@@ -45,17 +45,13 @@ def dtype_name(dtype: torch.dtype) -> WeightTypeName:
 
 
 def choose_compute_dtype(
-    configured: Literal["auto"] | WeightTypeName,
-    spec: ModelSpec,
-    device: torch.device,
-    allow_quantised: bool = False,
+    configured: Literal["auto"] | WeightTypeName, spec: ModelSpec, device: torch.device
 ) -> WeightTypeName:
     """As configured; "auto" is the checkpoint's type on a GPU, and on a CPU what a measurement shows.
 
     16-bit weights are half as much to read, which decides small batches; large ones gain only where the CPU multiplies
     16-bit numbers faster. fp16 is a candidate only for checkpoints that were made in it: others may exceed its range.
-    int8 and int4 change tokens: they are candidates only with `allow_quantised`. Raises ConfigError for int8 or int4
-    on a GPU.
+    int8 and int4 change tokens and are never chosen by themselves. Raises ConfigError for them on a GPU.
     """
     if configured != "auto":
         if is_quantised(configured) and device.type != "cpu":
@@ -63,9 +59,7 @@ def choose_compute_dtype(
         return configured
     if device.type != "cpu":
         return spec.checkpoint_dtype
-    candidates: tuple[WeightTypeName, ...] = ("fp32", "fp16") if spec.checkpoint_dtype == "fp16" else ("fp32", "bf16")
-    if allow_quantised:
-        candidates = (*candidates, "int8", "int4")
+    candidates: tuple[FloatTypeName, ...] = ("fp32", "fp16") if spec.checkpoint_dtype == "fp16" else ("fp32", "bf16")
     measured = {name: _measure(spec, name) for name in candidates}
     chosen = pick_fastest(measured)
     logger.info(
@@ -87,17 +81,17 @@ def default_kv_dtype(weights: WeightTypeName) -> FloatTypeName:
     return weights
 
 
-def pick_fastest(measured: dict[WeightTypeName, tuple[float, float]]) -> WeightTypeName:
+def pick_fastest(measured: dict[FloatTypeName, tuple[float, float]]) -> FloatTypeName:
     """fp32, unless another is clearly faster both for decodes and for prompts: (decode_s, prefill_s) by name."""
 
-    def gain(name: WeightTypeName) -> float:
+    def gain(name: FloatTypeName) -> float:
         return min(fp32_s / s for fp32_s, s in zip(measured["fp32"], measured[name], strict=True))
 
     best = max(measured, key=gain)
     return best if gain(best) >= _CLEARLY_FASTER else "fp32"
 
 
-def _measure(spec: ModelSpec, name: WeightTypeName) -> tuple[float, float]:
+def _measure(spec: ModelSpec, name: FloatTypeName) -> tuple[float, float]:
     """Seconds of the MLP's first product, or of a part of it, for a decode-sized and a prefill-sized batch."""
     depth = min(spec.hidden_size, _MAX_WEIGHTS // 2)
     columns_per_output = 2 if spec.gated else 1

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from support.gpu import BLOCK_TOKENS, LIMITS, Driver, load_decoder, load_placed, load_torch_decoder
+from support.quantised import rounded_reference
 from support.reference import Reference, Verdict, load_transformers
 
 from cpu_attn_svc.host import AttentionHost, LayersUnavailableError, WantedLayers
@@ -18,7 +19,9 @@ from gpu_svc.kv_cache import KvShape
 from gpu_svc.lower_pool import num_gpu_blocks
 from svc_common.config import CpuAttnConfig
 from svc_common.decoder.decoder import Decoder
+from svc_common.decoder.dtypes import DTYPES, dtype_name
 from svc_common.model.store import ModelFiles
+from svc_common.model.weight_types import WeightTypeName
 from svc_common.plan import CohortStep, ExecutionError, NewSequence, PrefillChunk, Sampling, SubBatch, Swap, Tier
 from svc_common.policy import ExecutionPolicy
 from svc_common.tensor_plane import RegionShape, TensorPlane
@@ -68,7 +71,7 @@ def make_layers_driver(tmp_path: Path, cache_dir: Path, monkeypatch: pytest.Monk
         config = CpuAttnConfig(kv_bytes=KV_BYTES, num_threads=1, segment_dir=tmp_path)
         host = AttentionHost(config, "cpu_attn", 1, [], str(files.directory))
         hosts.append(host)
-        opened = host.open_region(1, region, WantedLayers("fp32", spec.digest))
+        opened = host.open_region(1, region, WantedLayers(dtype_name(decoder.weight_dtype), spec.digest))
         plane = TensorPlane.attach(opened.path, opened.endpoint, 1, region)
         drivers.append(Driver(executor, HostTier([HostPool(plane, 1)]), LIMITS, policy))
         return drivers[-1]
@@ -183,6 +186,26 @@ def test_beside_streamed_layers(
     assert_reference_tokens(reference("llama-deep"), driver)
     # As many as there are buffers stay there once they have come.
     assert (sum(result.timings.weight_bytes > 0 for result in driver.results) > 3) == (streamed > 2)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize(("resident_layers", "prompt_layers", "decode_layers"), [(7, 0, 3), (2, 1, 3), (0, 7, 7)])
+def test_quantised_layers(
+    resident_layers: int,
+    prompt_layers: int,
+    decode_layers: int,
+    dtype: WeightTypeName,
+    checkpoint: GetFiles,
+    make_layers_driver: MakeDriver,
+    cache_dir: Path,
+) -> None:
+    """From one layer file of that type some layers are streamed, others computed where they are mapped."""
+    files = checkpoint("llama-deep")
+    decoder = load_placed(files, cache_dir / "neoflex" / "layers", DTYPES[dtype])
+    driver = make_layers_driver(files, prompt_layers, decode_layers, decoder=decoder, resident_layers=resident_layers)
+    assert len(driver.executor.streamed_layers) == 7 - resident_layers - prompt_layers
+    serve_all_kinds(driver)
+    assert_reference_tokens(rounded_reference(files, dtype), driver)
 
 
 @pytest.mark.parametrize(("prompt_layers", "decode_layers"), [(0, 2), (2, 2), (3, 3)])

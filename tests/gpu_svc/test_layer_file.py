@@ -11,6 +11,7 @@ from support.gpu import VARIANTS, dense_logits, load_decoder
 from support.stacks import own_environment
 
 from svc_common.decoder.checkpoint import open_model
+from svc_common.decoder.dtypes import DTYPES
 from svc_common.decoder.layer_file import LayerFile, LayerFileError
 from svc_common.decoder.layer_writer import open_layer_file
 from svc_common.model.store import ModelFiles
@@ -26,7 +27,7 @@ def open_file(files: ModelFiles, directory: Path, dtype: torch.dtype = torch.flo
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_equal_those_of_weights_in_private_memory(variant: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
     files = checkpoint(variant)
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (torch.float32, torch.bfloat16, DTYPES["int8"], DTYPES["int4"]):
         file = open_file(files, tmp_path, dtype)
         own = load_decoder(files, dtype)
         mapped = file.decoder(range(own.spec.num_layers), vocabulary=True)

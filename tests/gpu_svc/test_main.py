@@ -42,15 +42,16 @@ def test_tiers_that_can_be_had(gpu_kv_bytes: int, host_kv_bytes: int) -> None:
     check_kv_sizes(config, BLOCK_BYTES, HOST_BLOCK_BYTES, MEMORY_BYTES)
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "int8", "int4"])
 def test_a_model_larger_than_the_device_is_streamed(
-    checkpoint: Callable[[str], ModelFiles], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dtype: str, checkpoint: Callable[[str], ModelFiles], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing but the sizes decides: with room for all layers no file is written."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     limits = Limits(4, 32, 64)
 
     def start(memory_bytes: int | None) -> Executor:
-        gpu = {"device": "cpu", "dtype": "fp32", "kv_bytes": 100_000}
+        gpu = {"device": "cpu", "dtype": dtype, "kv_bytes": 100_000}
         if memory_bytes is not None:
             gpu["memory_bytes"] = memory_bytes
         source = str(checkpoint("llama-deep").directory)

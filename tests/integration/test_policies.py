@@ -36,6 +36,7 @@ def serve(stack, reference, prompts) -> Verdict:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_tokens_under_a_policy(name, start, reference, prompts):
-    stack = start(planner=POLICIES[name], **TIERS)
+    limits = {"max_batch_tokens": 64, "max_sequence_tokens": 512}  # Few points to measure at the start.
+    stack = start(planner={**limits, **POLICIES[name]}, **TIERS)
     verdict = serve(stack, reference, prompts[:6])
     assert verdict.mismatches == []

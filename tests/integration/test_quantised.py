@@ -2,6 +2,7 @@
 
 import asyncio
 
+import pytest
 from support.quantised import rounded_reference
 from support.reference import Verdict
 
@@ -10,10 +11,20 @@ from neoflex import AsyncClient, Client
 NUM_TOKENS = 16
 
 
-def test_int8_weights_in_two_sub_batches_beside_the_host_tier(start, files, prompts):
+@pytest.fixture(scope="module")
+def int8_reference(files):
+    return rounded_reference(files, "int8")
+
+
+@pytest.mark.parametrize(
+    "planner",
+    [{"mode": "asymmetric"}, {"decode_policy": "partition", "cpu_layers": 12}],
+    ids=["two_sub_batches", "cpu_layers"],
+)
+def test_int8_weights_beside_the_host_tier(planner, start, int8_reference, prompts):
     chosen = sorted(prompts, key=len)[:4]
     stack = start(
-        planner={"mode": "asymmetric"},
+        planner=planner,
         gpu={"dtype": "int8", "kv_bytes": "4MiB"},
         kv={"dtype": "fp32"},
         cpu_attn={"kv_bytes": "64MiB"},
@@ -30,9 +41,9 @@ def test_int8_weights_in_two_sub_batches_beside_the_host_tier(start, files, prom
             return [list(completion.token_ids) for completion in await asyncio.gather(*requests)]
 
     answers = asyncio.run(run())
-    assert stack.server_info().counters.cpu_attended_tokens > 0
-    verdict, reference = Verdict(), rounded_reference(files, "int8")
+    assert stack.server_info().counters.cpu_attention_ns > 0
+    verdict = Verdict()
     for prompt, tokens in zip(chosen, answers, strict=True):
         assert len(tokens) == NUM_TOKENS
-        reference.judge(prompt, tokens, verdict)
+        int8_reference.judge(prompt, tokens, verdict)
     assert verdict.mismatches == [], str(verdict)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from support.fake_workers import FakeExecutor, FakeHost
 from support.planner_rig import SPEC, StartRig, request
 
@@ -70,6 +71,13 @@ def test_without_measured_layers_nothing_is_chosen() -> None:
     assert chooses.measured(placement(memory=None), TABLES) is None
     assert chooses.tables is None
     assert chooses.consider(Demand(8, 100.0, 100.0), 100.0) is None
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8", "int4"])
+def test_weights_of_any_type_cost_what_the_executor_says_they_take(dtype: str) -> None:
+    chosen = keeper().measured(placement(compute_dtype=dtype), TABLES)
+    assert chosen is not None
+    assert chosen == keeper().measured(placement(), TABLES)
 
 
 def test_it_begins_with_a_partition_of_decodes_and_changes_with_the_load() -> None:
