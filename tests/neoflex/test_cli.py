@@ -215,6 +215,7 @@ class TestStatus:
             "cpu_decode": 2,
             "head": 1.75,
             "swap": 0.25,
+            "further_pools": {},
         }
 
     def test_calibration(self, run: Run, server: InferenceServer) -> None:

@@ -10,6 +10,7 @@ from planner_svc.configured_policy import configured_policy
 from planner_svc.estimator import (
     DecodePoint,
     Factors,
+    IterationLoad,
     LinearPoint,
     OperationTables,
     PrefillPoint,
@@ -103,14 +104,14 @@ def test_an_iteration_by_its_policy() -> None:
     """Of 5 layers 3 on the CPU."""
     # Both pass the CPU together: 3 * (30 + 5 + 7), then 2 * (10 + 4 + 2).
     both = TableEstimator(TABLES, 5, ExecutionPolicy(2, 3, 3))
-    assert both.iteration_s(MIXED) == pytest.approx(126 + 32 + 1100)
+    assert both.iteration_s(IterationLoad(MIXED)) == pytest.approx(126 + 32 + 1100)
     # Decodes 3 * (30 + 7), beside them prompts 3 * (10 + 4).
     decodes = TableEstimator(TABLES, 5, ExecutionPolicy(5, 0, 3))
-    assert decodes.iteration_s(MIXED) == pytest.approx(111 + 32 + 1100)
+    assert decodes.iteration_s(IterationLoad(MIXED)) == pytest.approx(111 + 32 + 1100)
     # Prompts 30 + 5; then decodes 111, beside them prompts 2 * 14.
     some = TableEstimator(TABLES, 5, ExecutionPolicy(4, 1, 3))
-    assert some.iteration_s(MIXED) == pytest.approx(35 + 111 + 32 + 1100)
-    terms = some.terms(MIXED)
+    assert some.iteration_s(IterationLoad(MIXED)) == pytest.approx(35 + 111 + 32 + 1100)
+    terms = some.terms(IterationLoad(MIXED))
     assert terms.cpu_decode_s == pytest.approx(35 + 111)
     assert terms.cpu_wait_s == pytest.approx(35 + 111 - 28)
     assert terms.prefill_s == pytest.approx(4 * 4)
@@ -123,14 +124,14 @@ def test_attention_on_the_cpu_above_its_layers() -> None:
     """A host sequence's decodes wait for the CPU in each of the GPU's layers, too."""
     estimator = TableEstimator(TABLES, 5, ExecutionPolicy(2, 3, 3))
     load = SubBatchLoad(num_cpu_decodes=2, cpu_context_tokens=20, num_outputs=2)
-    assert estimator.iteration_s(load) == pytest.approx(3 * 37 + 2 * (10 + 7) + 1100)
-    assert estimator.terms(load).cpu_decode_s == pytest.approx(3 * 37 + 2 * 7)
+    assert estimator.iteration_s(IterationLoad(load)) == pytest.approx(3 * 37 + 2 * (10 + 7) + 1100)
+    assert estimator.terms(IterationLoad(load)).cpu_decode_s == pytest.approx(3 * 37 + 2 * 7)
 
 
 def test_all_on_the_cpu_and_a_slower_one() -> None:
     estimator = TableEstimator(TABLES, 5, ExecutionPolicy(0, 5, 5)).calibrated(Factors(cpu_decode=2.0))
-    assert estimator.iteration_s(MIXED) == pytest.approx(2 * 5 * 42 + 1100)
-    assert estimator.terms(MIXED).weights_s == 0.0
+    assert estimator.iteration_s(IterationLoad(MIXED)) == pytest.approx(2 * 5 * 42 + 1100)
+    assert estimator.terms(IterationLoad(MIXED)).weights_s == 0.0
 
 
 def test_layers_of_prompts_alone_are_not_streamed_for_decodes() -> None:
@@ -140,9 +141,9 @@ def test_layers_of_prompts_alone_are_not_streamed_for_decodes() -> None:
     for policy in (ExecutionPolicy(2, 0, 3), ExecutionPolicy(2, 0, 2)):
         quiet, streaming = (TableEstimator(tables, 5, policy) for _ in range(2))
         streaming.stream(3, 10**6)
-        assert streaming.iteration_s(MIXED) > quiet.iteration_s(MIXED)
+        assert streaming.iteration_s(IterationLoad(MIXED)) > quiet.iteration_s(IterationLoad(MIXED))
         is_needed = policy.decode_cpu_layers < 3
-        assert (streaming.iteration_s(decodes) > quiet.iteration_s(decodes)) == is_needed
+        assert (streaming.iteration_s(IterationLoad(decodes)) > quiet.iteration_s(IterationLoad(decodes))) == is_needed
 
 
 # Each token costs the same on either processor, so that halves overlap without loss.

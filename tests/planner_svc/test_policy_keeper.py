@@ -9,7 +9,7 @@ from support.planner_rig import SPEC, StartRig, request
 
 from neoflex.v1 import executor_pb2
 from planner_svc.estimator import DecodePoint, LinearPoint, OperationTables, PrefillPoint
-from planner_svc.executor_client import DeviceMemory, EpochLimits, Placement
+from planner_svc.executor_client import DeviceMemory, EpochLimits, HostPool, Placement
 from planner_svc.policy_keeper import PolicyKeeper
 from planner_svc.scheduler import Demand
 from svc_common.config import parse
@@ -42,9 +42,7 @@ def placement(**changes: Any) -> Placement:
         host_kv_dtype="fp32",
         host_block_bytes=1000,
         gpu_blocks=64,
-        host_blocks=64,
-        cpu_attention_error="",
-        cpu_attention_threads=1,
+        pools=(HostPool(num_blocks=64, num_threads=1, error=""),),
         memory=DeviceMemory(5 * LAYER_BYTES + 2**20, LAYER_BYTES, LAYER_BYTES),
         policy=ExecutionPolicy(2),
         resident_layers=2,
@@ -61,7 +59,7 @@ def keeper() -> PolicyKeeper:
 
 def test_only_streamed_layers_beside_a_host_are_a_choice() -> None:
     assert keeper().to_measure(placement(streamed_layers=0)) is None
-    assert keeper().to_measure(placement(host_blocks=0)) is None
+    assert keeper().to_measure(placement(pools=())) is None
     assert keeper().to_measure(placement()) == ExecutionPolicy(2, 1, 1)
 
 

@@ -7,6 +7,7 @@ from planner_svc.estimator import (
     CohortLoad,
     DecodePoint,
     Factors,
+    IterationLoad,
     LinearPoint,
     OperationTables,
     SubBatchLoad,
@@ -25,7 +26,8 @@ TABLES = OperationTables(
     iteration_s=2.0,
     link_bytes_per_s=50.0,
 )
-ONE = SubBatchLoad(num_gpu_decodes=1, gpu_context_tokens=16, num_outputs=1)
+BATCH = SubBatchLoad(num_gpu_decodes=1, gpu_context_tokens=16, num_outputs=1)
+ONE = IterationLoad(BATCH)
 """10 s of layers and 6 s beside them."""
 
 
@@ -61,16 +63,16 @@ def test_an_iteration_waits_for_what_nothing_hides(num_layers: int, layer_bytes:
 
 def test_nothing_is_awaited_where_no_layer_runs() -> None:
     estimator = streaming(10, 1000)
-    assert estimator.terms(SubBatchLoad()).weight_wait_s == 0.0
-    assert estimator.iteration_s(SubBatchLoad(), swap_in_bytes=100) == pytest.approx(1 + 2)
+    assert estimator.terms(IterationLoad()).weight_wait_s == 0.0
+    assert estimator.iteration_s(IterationLoad(swap_in_bytes=100)) == pytest.approx(1 + 2)
 
 
 def test_a_cohort_beside_a_batch_hides_nothing() -> None:
     """It keeps one of two buffers. Alone it streams the layers of its part, hidden as those of a batch."""
     estimator = streaming(10, 100)
     cohort = CohortLoad(num_sequences=1, context_tokens=16, num_layers=5)
-    assert estimator.terms(ONE, cohort=cohort).weight_wait_s == pytest.approx(20 + 10)
-    alone = estimator.terms(SubBatchLoad(), cohort=cohort)
+    assert estimator.terms(IterationLoad(BATCH, cohort=cohort)).weight_wait_s == pytest.approx(20 + 10)
+    alone = estimator.terms(IterationLoad(cohort=cohort))
     layers_s = 5 * (1 + 3)
     assert alone.weight_wait_s == pytest.approx(max(0, 10 - layers_s))
 
@@ -93,11 +95,10 @@ def test_a_link_that_was_not_measured_takes_no_time() -> None:
 
 def test_waiting_for_weights_says_nothing_of_the_operations() -> None:
     calibration = Calibration(streaming(10, 200))
-    question = (ONE, SubBatchLoad(), 0, 0, CohortLoad())
     for _ in range(20):
         calibration.observe(
             Mode.GPU_ONLY,
-            question,
+            ONE,
             Timings(total_ns=40_000_000_000, head_ns=4_000_000_000, weight_wait_ns=24_000_000_000),
         )
     assert calibration.estimator.terms(ONE).weights_s == pytest.approx(10)
