@@ -1,5 +1,6 @@
 """The planner as the gateway calls it: one channel, every failure a NeoflexError, and what never changes kept."""
 
+import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -104,8 +105,13 @@ class Planner:
                 while isinstance(response := await call.read(), trace_pb2.TraceIterationsResponse):
                     yield response.trace
         except NeoflexError as error:
-            if error.code not in ("DEADLINE_EXCEEDED", "CANCELLED"):  # Its own end, or `end_iterations`.
+            if error.code != "DEADLINE_EXCEEDED":  # Its own end.
                 raise
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not self.is_closing or (task and task.cancelling()):
+                raise
+            # Only the call was cancelled, by `end_iterations`.
         finally:
             call.cancel()
             self._trace_calls.discard(call)

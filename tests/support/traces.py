@@ -107,10 +107,15 @@ class ScriptedTraces(trace_pb2_grpc.TraceServiceServicer):
 
     def __init__(self) -> None:
         self.traces: list[IterationTrace] = []
+        self.ended = asyncio.Semaphore(0)
+        """Released at the end of each call."""
 
     async def TraceIterations(  # noqa: N802
         self, request: pb.TraceIterationsRequest, context: "grpc.aio.ServicerContext[Any, Any]"
     ) -> AsyncIterator[pb.TraceIterationsResponse]:
-        for trace in self.traces:
-            yield pb.TraceIterationsResponse(trace=trace_to_message(trace))
-        await asyncio.Event().wait()
+        try:
+            for trace in self.traces:
+                yield pb.TraceIterationsResponse(trace=trace_to_message(trace))
+            await asyncio.Event().wait()
+        finally:
+            self.ended.release()

@@ -63,6 +63,7 @@ async function watchIterations() {
       for await (const iteration of events(response)) addIteration(iteration);
     } catch (error) {
       if (error.name !== "AbortError") sayTimeline(error.message);
+      if (error.status === 401) await keyGiven();
     }
     tracing = null;
     if (seen() && trace.checked) await pause(RETRY_MS);
