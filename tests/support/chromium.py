@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-_WAIT_S = 12
+_WAIT_S = 30
 _MAX_MESSAGE_BYTES = 64 * 2**20
 
 
@@ -88,9 +88,9 @@ class Page:
             self.urls.append(parameters["request"]["url"])
         elif event == "Runtime.exceptionThrown":
             self.errors.append(json.dumps(parameters["exceptionDetails"]))
-        elif event == "Runtime.consoleAPICalled" and parameters["type"] in ("error", "warning", "assert"):
+        elif event == "Runtime.consoleAPICalled" and parameters["type"] in ("error", "assert"):
             self.errors.append(json.dumps(parameters["args"]))
-        elif event == "Log.entryAdded" and parameters["entry"]["level"] in ("error", "warning"):
+        elif event == "Log.entryAdded" and parameters["entry"]["level"] == "error":
             self.errors.append(f"{parameters['entry']['text']} {parameters['entry'].get('url', '')}")
 
     async def send(self, method: str, **parameters: Any) -> dict[str, Any]:

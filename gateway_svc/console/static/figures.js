@@ -9,7 +9,9 @@ const put = (id, text) => {
 };
 const count = (number) => number.toLocaleString("en");
 const percent = (share) => `${Math.round(100 * Math.min(1, Math.max(0, share)))} %`;
-let before = null;
+const RATES_OVER = 3; // Seconds: an iteration may last one, and counts when it ends.
+const time = (ms) => (ms < 1000 ? `${count(ms)} ms` : `${count(ms / 1000)} s`);
+let recent = []; // States, the last one the newest.
 let history = []; // Of each second: iterations per second by mode.
 
 export function startFigures() {
@@ -18,32 +20,36 @@ export function startFigures() {
 
 export function showState(state) {
   put("model", `${state.model.name} · ${state.device} · ${count(state.model.context_tokens)} tokens of context`);
-  const since = before && before.uptime_s < state.uptime_s ? before : null; // Else the planner started anew.
-  if (!since) history = [];
-  const seconds = since ? state.uptime_s - since.uptime_s : 0;
-  const rate = (group, name) => (since ? (state[group][name] - since[group][name]) / seconds : 0);
-  showTiles(state, rate);
+  if (recent.length && recent.at(-1).uptime_s >= state.uptime_s) [recent, history] = [[], []]; // It started anew.
+  const before = recent.at(-1);
+  showTiles(state, (name) => rate(recent[0], state, "counters", name));
   showBlocks(state);
   showClasses(state.classes);
-  if (since) history = [...history, Object.keys(MODES).map((mode) => rate("iterations", mode))].slice(-SECONDS);
-  before = state;
+  history = [...history, Object.keys(MODES).map((mode) => rate(before, state, "iterations", mode))].slice(-SECONDS);
+  recent = [...recent, state].slice(-RATES_OVER);
   drawModes();
 }
 
-function showTiles(state, rate) {
+// Per second between two states; 0 before there are two.
+function rate(before, state, group, name) {
+  return before ? (state[group][name] - before[group][name]) / (state.uptime_s - before.uptime_s) : 0;
+}
+
+function showTiles(state, per) {
   const { requests, pools, classes, counters } = state;
-  const tokens = rate("counters", "generated_tokens");
+  const tokens = per("generated_tokens");
   put("rate", tokens >= 100 ? Math.round(tokens) : tokens.toFixed(1));
-  put("rate-note", `${count(Math.round(rate("counters", "prefilled_tokens")))} of prompts`);
+  put("rate-note", `${count(Math.round(per("prefilled_tokens")))} of prompts`);
   put("running", requests.running);
   put("waiting", `${requests.waiting} queued of ${requests.max_waiting}`);
-  put("gpu-busy", percent(rate("counters", "executor_busy_s") - rate("counters", "cpu_wait_s")));
-  put("gpu-wait", `${percent(rate("counters", "cpu_wait_s"))} waits for CPU`);
+  const [busy, waits] = [per("executor_busy_s"), per("cpu_wait_s")].map((share, _, [all]) => share / Math.max(1, all));
+  put("gpu-busy", percent(busy - waits));
+  put("gpu-wait", `${percent(waits)} waits for CPU`);
   const sum = (key) => pools.reduce((total, pool) => total + pool[key], 0);
   const threads = sum("threads");
   put("cores", threads ? `${threads} ${threads === 1 ? "core" : "cores"}` : "none");
   const range = sum("max_threads") ? ` · ${sum("min_threads")} to ${sum("max_threads")}` : "";
-  put("cpu-busy", threads ? `${percent(rate("counters", "cpu_attention_s") / pools.length)} busy${range}` : "not attached");
+  put("cpu-busy", threads ? `${percent(per("cpu_attention_s") / pools.length)} busy${range}` : "not attached");
   const met = classes.reduce((total, each) => total + each.in_time, 0);
   const missed = classes.reduce((total, each) => total + each.late, 0);
   put("slo", met + missed ? percent(met / (met + missed)) : "–");
@@ -78,7 +84,7 @@ function showBlocks({ gpu, pools }) {
 
 function showClasses(classes) {
   const rows = classes.map((each) => {
-    const targets = each.ttft_ms === null ? "none" : `${count(each.ttft_ms)} / ${count(each.tpot_ms)} ms`;
+    const targets = each.ttft_ms === null ? "none" : `${time(each.ttft_ms)} / ${time(each.tpot_ms)}`;
     const cells = [each.name, targets, each.running, each.waiting, each.in_time, each.late, each.refused];
     const row = document.createElement("tr");
     cells.forEach((value, index) => {

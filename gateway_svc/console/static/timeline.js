@@ -93,7 +93,7 @@ function drawIteration(context, iteration, x, scale) {
   for (const [, key, top, tall] of LANES) {
     for (const [what, subBatch, start, lasts] of iteration[key]) {
       context.fillStyle = colour(what === "linear" || what === "attention" ? `${what}-${Math.max(0, subBatch)}` : "other");
-      context.fillRect(x + start * scale, top, Math.max(0.6, lasts * scale), tall);
+      context.fillRect(x + start * scale, top, Math.max(0.25, lasts * scale), tall);
     }
   }
   context.fillStyle = colour("dim");
