@@ -97,7 +97,7 @@ class Planner:
             return False
 
     async def iterations(self, seconds: float) -> AsyncGenerator[executor_pb2.IterationTrace, None]:
-        """Those that run in the next `seconds`; the planner has them traced until this is closed. Raises NeoflexError."""
+        """Those that run in the next `seconds`, traced for as long as this is not closed. Raises NeoflexError."""
         call: TraceCall = self._tracing.TraceIterations(trace_pb2.TraceIterationsRequest(), timeout=seconds)
         self._trace_calls.add(call)
         try:

@@ -145,8 +145,13 @@ async def pictures(page: Page) -> None:
             await page.scheme(scheme)
             await page.until(PAINTED % "asymmetric")
             await check_fits(page, width)
-            await page.screenshot(PICTURES / f"{name}-{scheme}.png", whole=mobile)
+            keep(f"{name}-{scheme}.png", await page.screenshot(whole=mobile))
     await page.size(1280, 900)
+
+
+def keep(name: str, picture: bytes) -> None:
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    (PICTURES / name).write_bytes(picture)
 
 
 @asynccontextmanager

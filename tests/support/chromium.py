@@ -104,7 +104,7 @@ class Page:
         )
 
     async def scheme(self, name: str) -> None:
-        """"light" or "dark"."""
+        """ "light" or "dark"."""
         await self.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": name}])
 
     async def value(self, expression: str) -> Any:
@@ -149,10 +149,10 @@ class Page:
         await self.value(f"document.querySelector({json.dumps(selector)}).select()")
         await self.send("Input.insertText", text=text)
 
-    async def screenshot(self, path: Path, whole: bool = False) -> None:
+    async def screenshot(self, whole: bool = False) -> bytes:
+        """PNG of what is seen, or of the whole document."""
         shot = await self.send("Page.captureScreenshot", captureBeyondViewport=whole)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(base64.b64decode(shot["data"]))
+        return base64.b64decode(shot["data"])
 
 
 def find() -> str | None:

@@ -49,7 +49,7 @@ function showTiles(state, per) {
   const threads = sum("threads");
   put("cores", threads ? `${threads} ${threads === 1 ? "core" : "cores"}` : "none");
   const range = sum("max_threads") ? ` · ${sum("min_threads")} to ${sum("max_threads")}` : "";
-  put("cpu-busy", threads ? `${percent(per("cpu_attention_s") / pools.length)} busy${range}` : "not attached");
+  put("cpu-busy", threads ? `${percent(per("cpu_attention_s") / pools.filter((pool) => pool.threads).length)} busy${range}` : "not attached");
   const met = classes.reduce((total, each) => total + each.in_time, 0);
   const missed = classes.reduce((total, each) => total + each.late, 0);
   put("slo", met + missed ? percent(met / (met + missed)) : "–");

@@ -1,4 +1,5 @@
-// The latest iterations as lanes over time: mode, GPU, links, CPU attention. What waits is left blank.
+// The latest iterations as lanes over time: mode, GPU, links, CPU attention; and a piece of the last one, enlarged, in
+// which layers show. What waits is left blank.
 
 import { MODES, colour, legend, prepare } from "./draw.js";
 
@@ -10,7 +11,10 @@ const LANES = [
   ["links", "links", 72, 16],
   ["CPU", "cpu", 94, 40],
 ];
+const ENLARGED_SHARE = 0.1;
+const ENLARGED_SHIFT = -22; // There is no lane of modes.
 const canvas = document.getElementById("timeline");
+const enlarged = document.getElementById("enlarged");
 const note = document.getElementById("timeline-note");
 let kept = [];
 let drawing = false;
@@ -48,13 +52,9 @@ export function sayTimeline(text) {
 
 export function drawTimeline() {
   const { context, width, height } = prepare(canvas);
-  context.fillStyle = colour("dim");
-  context.textAlign = "left";
-  for (const [name, , top, tall] of [["mode", "", 4, 16], ...LANES]) context.fillText(name, 0, top + tall / 2);
-  for (const [, , top, tall] of LANES) {
-    context.fillStyle = colour("lane");
-    context.fillRect(LEFT, top, width - LEFT, tall);
-  }
+  drawLanes(context, width, 0);
+  context.fillText("mode", 0, 12);
+  drawEnlarged();
   if (!kept.length) return;
   const shown = kept.slice(-Math.max(2, Math.floor((width - LEFT) / PIXELS_EACH)));
   const placed = place(shown);
@@ -62,12 +62,45 @@ export function drawTimeline() {
   for (const { iteration, start } of placed) {
     drawIteration(context, iteration, LEFT + start * scale, scale);
   }
-  context.fillStyle = colour("dim");
-  context.textAlign = "right";
-  context.fillText(`${(placed.at(-1).end / 1000).toFixed(1)} ms`, width, height - 7);
-  context.textAlign = "left";
-  context.fillText("0", LEFT, height - 7);
+  drawAxis(context, width, height, "0", placed.at(-1).end);
   describe(shown);
+}
+
+function drawEnlarged() {
+  const { context, width, height } = prepare(enlarged);
+  drawLanes(context, width, ENLARGED_SHIFT);
+  const last = kept.at(-1);
+  if (!last) return;
+  const lasts = Math.max(1, last.duration_us * ENLARGED_SHARE);
+  // Where the CPU is in the middle of its work, if it has some.
+  const middle = last.cpu[Math.floor(last.cpu.length / 2)]?.[2] ?? last.duration_us / 2;
+  const start = Math.max(0, Math.min(last.duration_us - lasts, middle - lasts / 2));
+  const scale = (width - LEFT) / lasts;
+  context.save();
+  context.beginPath();
+  context.rect(LEFT, 0, width - LEFT, height);
+  context.clip();
+  drawSegments(context, last, LEFT - start * scale, scale, ENLARGED_SHIFT);
+  context.restore();
+  drawAxis(context, width, height, "a piece of the last one, enlarged", lasts);
+}
+
+function drawLanes(context, width, shift) {
+  for (const [name, , top, tall] of LANES) {
+    context.fillStyle = colour("lane");
+    context.fillRect(LEFT, top + shift, width - LEFT, tall);
+    context.fillStyle = colour("dim");
+    context.textAlign = "left";
+    context.fillText(name, 0, top + shift + tall / 2);
+  }
+}
+
+function drawAxis(context, width, height, start, lastsUs) {
+  context.fillStyle = colour("dim");
+  context.textAlign = "left";
+  context.fillText(start, LEFT, height - 7);
+  context.textAlign = "right";
+  context.fillText(`${(lastsUs / 1000).toFixed(1)} ms`, width, height - 7);
 }
 
 // Microseconds from the left, the executor's idle time between two iterations shortened to half of the longer one.
@@ -90,14 +123,20 @@ function drawIteration(context, iteration, x, scale) {
   context.textAlign = "center";
   const name = MODES[iteration.mode] ?? iteration.mode;
   if (context.measureText(name).width < wide - 6) context.fillText(name, x + wide / 2, 12.5);
-  for (const [, key, top, tall] of LANES) {
-    for (const [what, subBatch, start, lasts] of iteration[key]) {
-      context.fillStyle = colour(what === "linear" || what === "attention" ? `${what}-${Math.max(0, subBatch)}` : "other");
-      context.fillRect(x + start * scale, top, Math.max(0.25, lasts * scale), tall);
-    }
-  }
+  drawSegments(context, iteration, x, scale, 0);
   context.fillStyle = colour("dim");
   context.fillRect(x, 4, 1, LANES.at(-1)[2] + LANES.at(-1)[3] - 4);
+}
+
+function drawSegments(context, iteration, x, scale, shift) {
+  const colours = {}; // Asking the style sheet for each of thousands takes long.
+  for (const [, key, top, tall] of LANES) {
+    for (const [what, subBatch, start, lasts] of iteration[key]) {
+      const name = what === "linear" || what === "attention" ? `${what}-${Math.max(0, subBatch)}` : "other";
+      context.fillStyle = colours[name] ??= colour(name);
+      context.fillRect(x + start * scale, top + shift, Math.max(0.25, lasts * scale), tall);
+    }
+  }
 }
 
 function describe(shown) {
