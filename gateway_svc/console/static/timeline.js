@@ -147,7 +147,7 @@ function describe(shown) {
   const predicted = last.predicted_us ? ` (predicted ${ms(last.predicted_us)})` : "";
   const holds = [
     last.prefill_tokens && `${last.prefill_tokens} prompt tokens`,
-    last.gpu_decodes && `${last.gpu_decodes} decodes on the GPU`,
+    last.gpu_decodes && `${last.gpu_decodes} decoded on the GPU`,
     last.cpu_decodes && `${last.cpu_decodes} on the CPU`,
   ].filter(Boolean);
   note.textContent =
