@@ -13,10 +13,11 @@ import httpx2
 import pytest
 from support.chromium import Browser, Page
 from support.fake_planner import Answer, FakePlanner, fake_planner
-from support.traces import gpu_only, pipelined
+from support.traces import decoupled, gpu_only, pipelined
 
 from gateway_svc.server import GatewayServer
 from neoflex.supervisor import LocalStack
+from neoflex.v1 import inference_pb2 as pb
 from svc_common.config import GatewayConfig, parse
 from svc_common.errors import resource_exhausted
 
@@ -165,6 +166,84 @@ async def scripted(**keys: Any) -> AsyncIterator[tuple[FakePlanner, str]]:
             yield planner.fake, f"http://{server.address}/"
         finally:
             await server.stop()
+
+
+def told(uptime_s: float, generated_tokens: int) -> pb.GetServerInfoResponse:
+    """Two pools, one of them lost."""
+    chat = pb.ServiceClass(name="chat", is_default=True, requests_in_time=3, requests_late=1, requests_refused=1234)
+    chat.targets.ttft.FromMilliseconds(2500)
+    chat.targets.tpot.FromMilliseconds(50)
+    pools = [
+        pb.HostPoolInfo(num_blocks=2000, num_threads=2, min_threads=1, max_threads=4),
+        pb.HostPoolInfo(error="connection refused"),
+    ]
+    counters = pb.ServerCounters(
+        generated_tokens=generated_tokens,
+        prefilled_tokens=300,
+        cached_tokens=100,
+        executor_busy_ns=round(uptime_s * 0.75e9),
+        cpu_wait_ns=round(uptime_s * 0.25e9),
+        cpu_attention_ns=round(uptime_s * 0.1e9),
+        decoupled_iterations=round(uptime_s),
+    )
+    return pb.GetServerInfoResponse(
+        uptime_s=uptime_s,
+        device="cuda",
+        block_bytes=2**20,
+        host_block_bytes=2**19,
+        host_pools=pools,
+        service_classes=[chat, pb.ServiceClass(name="batch")],
+        counters=counters,
+    )
+
+
+async def test_figures_in_words(browser: Browser) -> None:
+    async with scripted() as (fake, url):
+        fake.server_info = told(10, 1000)
+        fake.traces.traces = [decoupled(1, 0, unit_ns=100_000)]
+        fake.load = pb.GetLoadResponse(
+            running_requests=2,
+            waiting_requests=3,
+            max_waiting_requests=64,
+            gpu_blocks_used=10,
+            gpu_blocks_total=40,
+            host_pool_blocks_used=[500, 0],
+            classes=[pb.ClassLoad(name="chat", waiting_requests=3, running_requests=2)],
+        )
+        page = await browser.open(url)
+        await page.until("document.getElementById('running').textContent === '2'")
+        fake.server_info = told(14, 1200)
+        await page.until("document.getElementById('rate').textContent === '50.0'")
+        tiles = "[...document.querySelectorAll('.tile')].map((tile) => [...tile.children].map((c) => c.textContent))"
+        assert (await page.value(tiles))[1:] == [
+            ["Running", "2", "3 queued of 64"],
+            ["GPU busy", "50 %", "25 % waits for CPU"],
+            ["CPU attention", "2 cores", "10 % busy · 1 to 4"],
+            ["Targets met", "75 %", "3 met, 1 missed"],
+            ["Prompt from cache", "25 %", "100 tokens"],
+        ]
+        bars = "[...document.querySelectorAll('.bar')].map((bar) => bar.textContent)"
+        assert await page.value(bars) == [
+            "GPU10 / 40 · 10 MiB",
+            "Host 0500 / 2,000 · 250 MiB",
+            "Host 1connection refused",
+        ]
+        rows = "[...document.querySelectorAll('#classes tr')].map((row) => [...row.cells].map((c) => c.textContent))"
+        assert await page.value(rows) == [
+            ["chat", "2.5 s / 50 ms", "2", "3", "3", "1", "1,234"],
+            ["batch", "none", "0", "0", "0", "0", "0"],
+        ]
+        await page.until(PAINTED % "decoupled")
+        assert await page.value(PAINTED % "linear-2") > 100
+        note = await page.text("#timeline-note")
+        assert (
+            note
+            == "Iteration 1, decoupled: 10.0 ms, GPU 91 % busy, CPU attention 45 %; 4 decoded on the GPU, 2 on the CPU"
+        )
+        await page.size(390, 844, mobile=True)
+        await check_fits(page, 390)
+        keep("scripted.png", await page.screenshot(whole=True))
+        assert page.errors == []
 
 
 async def test_what_a_model_writes_is_text(browser: Browser) -> None:

@@ -115,7 +115,7 @@ class Page:
 
     async def until(self, expression: str) -> Any:
         """The expression's value, once that is true. Asks again and again."""
-        with_errors = None
+        failure = None
         try:
             async with asyncio.timeout(_WAIT_S):
                 while True:
@@ -123,11 +123,11 @@ class Page:
                         if value := await self.value(expression):
                             return value
                     except RuntimeError as error:  # Between two documents, or before an element is there.
-                        with_errors = error
+                        failure = error
                     await asyncio.sleep(0.02)
         except TimeoutError:
             seen = await self.value("document.body.innerText")
-            raise AssertionError(f"never: {expression}; {with_errors}; {self.errors}; page: {seen}") from None
+            raise AssertionError(f"never: {expression}; {failure}; {self.errors}; page: {seen}") from None
 
     async def text(self, selector: str) -> str:
         return str(await self.value(f"document.querySelector({json.dumps(selector)}).textContent"))
