@@ -87,6 +87,13 @@ async def load(url: str) -> AsyncIterator[None]:
     assert all(isinstance(result, asyncio.CancelledError) for result in results), results
 
 
+async def opened(browser: Browser, url: str) -> Page:
+    """With its first figures, which move what is below them."""
+    page = await browser.open(url)
+    await page.until("document.getElementById('status').className === 'ok'")
+    return page
+
+
 async def ask(page: Page, text: str) -> None:
     await page.type("#prompt", text)
     await page.click("#send")
@@ -103,9 +110,8 @@ async def check_fits(page: Page, width: int) -> None:
 async def test_chat_and_figures_of_the_real_services(stack: LocalStack, browser: Browser) -> None:
     url = stack.console_url
     assert url is not None
-    page = await browser.open(url)
+    page = await opened(browser, url)
     await page.scheme("light")
-    await page.until("document.getElementById('status').className === 'ok'")
     assert "smollm2-135m-instruct" in await page.text("#model")
     async with load(url):
         await page.click("#options summary")
@@ -210,7 +216,7 @@ async def test_figures_in_words(browser: Browser) -> None:
             host_pool_blocks_used=[500, 0],
             classes=[pb.ClassLoad(name="chat", waiting_requests=3, running_requests=2)],
         )
-        page = await browser.open(url)
+        page = await opened(browser, url)
         await page.until("document.getElementById('running').textContent === '2'")
         fake.server_info = told(14, 1200)
         await page.until("document.getElementById('rate').textContent === '50.0'")
@@ -250,7 +256,7 @@ async def test_what_a_model_writes_is_text(browser: Browser) -> None:
     wrote = "<img src=x onerror=alert(1)><script>alert(2)</script> & **so on**"
     async with scripted() as (fake, url):
         fake.answer = Answer(pieces=(wrote,))
-        page = await browser.open(url)
+        page = await opened(browser, url)
         await ask(page, "<b>Hi</b>")
         await page.until(IDLE)
         assert await page.value(ANSWER) == wrote
@@ -261,7 +267,7 @@ async def test_what_a_model_writes_is_text(browser: Browser) -> None:
 
 async def test_a_conversation_with_options(browser: Browser) -> None:
     async with scripted() as (fake, url):
-        page = await browser.open(url)
+        page = await opened(browser, url)
         await page.click("#options summary")
         await page.type("#system", "Be brief.")
         await page.type("#temperature", "0.5")
@@ -283,7 +289,7 @@ async def test_stopping_and_failing(browser: Browser) -> None:
             Answer(hold=asyncio.Event()),
             Answer(refusal=resource_exhausted("QUEUE_FULL", "too many requests wait", "queue", 3)),
         ]
-        page = await browser.open(url)
+        page = await opened(browser, url)
         await ask(page, "Hi")
         await page.until(f"{ANSWER} === 'Hel'")
         await page.click("#stop")
@@ -317,7 +323,7 @@ async def test_a_key_is_asked_for_and_kept(browser: Browser, tmp_path: Path) -> 
 async def test_nobody_asks_while_nobody_looks(browser: Browser) -> None:
     async with scripted() as (fake, url):
         fake.traces.traces = [pipelined(1, 0, 100_000), gpu_only(2, 10_000_000)]
-        page = await browser.open(url)
+        page = await opened(browser, url)
         await page.until("document.getElementById('timeline').dataset.iterations == 2")
         await page.click("#trace")  # Off.
         async with asyncio.timeout(30):
@@ -330,7 +336,7 @@ async def test_nobody_asks_while_nobody_looks(browser: Browser) -> None:
             await fake.traces.ended.acquire()
         await page.value("new Promise((resolve) => setTimeout(resolve, 1100))")  # What was under way has ended.
         asked = len(page.urls)
-        await page.value("new Promise((resolve) => setTimeout(resolve, 2500))")
+        await page.value("new Promise((resolve) => setTimeout(resolve, 2000))")
         assert len(page.urls) == asked
         await look(page, away=False)
         await page.until("document.getElementById('timeline').dataset.iterations == 6")
