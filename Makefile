@@ -10,7 +10,7 @@ SOURCES := $(PACKAGES) tests benchmarks
 BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints.txt \
 	$(shell find proto svc_common cpu_attn_svc \( -name '*.proto' -o -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt \) 2>/dev/null)
 
-.PHONY: help demo test lint types imports protos format model unit integration clients bench-serve bench-kernel sanitize cross bench-quantisation bench-hop bench-overlap bench-executor bench-sampling bench-planner bench-planner-full bench-baselines bench-estimate bench-realtime bench-gateway bench-policies bench-policy-check clean
+.PHONY: help demo test lint types imports protos format model unit integration clients console bench-serve bench-kernel sanitize cross bench-quantisation bench-hop bench-overlap bench-executor bench-sampling bench-planner bench-planner-full bench-baselines bench-estimate bench-realtime bench-gateway bench-policies bench-policy-check clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 
@@ -40,13 +40,16 @@ model: $(VENV)/.runtime # The default model, in the user's cache directory
 	@$(BIN)/neoflex model fetch
 
 unit: $(VENV)/.dev model ## Tests of one module each
-	$(BIN)/pytest tests --ignore tests/integration --ignore tests/clients
+	$(BIN)/pytest tests --ignore tests/integration --ignore tests/clients --ignore tests/console
 
 integration: $(VENV)/.dev model ## Tests with the real services and the real model
 	$(BIN)/pytest tests/integration -rP
 
 clients: $(VENV)/.dev model ## Clients in Node, Go and C++ (examples/README.md says what they need)
 	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/pytest tests/clients
+
+console: $(VENV)/.dev model ## The console page in headless Chromium (Debian's chromium); pictures go to build/console
+	$(BIN)/pytest tests/console
 
 sanitize: $(VENV)/.dev ## C++ tests under the address, undefined-behaviour and thread sanitizers
 	@sh tools/sanitize.sh $(abspath $(BIN))

@@ -3,9 +3,11 @@
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from gateway_svc import door
+from gateway_svc.console.routes import Console
 from gateway_svc.door import Door
 from gateway_svc.errors import ApiError
 from gateway_svc.keys import ApiKeys
@@ -22,9 +24,14 @@ def make_app(config: GatewayConfig, planner: Planner) -> ASGIApp:
     """Raises KeysError."""
     keys = ApiKeys(config.api_keys_file) if config.api_keys_file else None
     metrics = Metrics()
-    routes = Routes(planner, metrics, config.max_body_bytes)
+    table = Routes(planner, metrics, config.max_body_bytes).table
+    open_table: list[Route] = []
+    if config.console:
+        console = Console(planner)
+        open_table = console.open_table
+        table = [*table, *console.table, *open_table]
     app: ASGIApp = Starlette(
-        routes=routes.table,
+        routes=table,
         exception_handlers={
             ApiError: door.on_api_error,
             ClientGoneError: door.on_client_gone,
@@ -32,7 +39,7 @@ def make_app(config: GatewayConfig, planner: Planner) -> ASGIApp:
             Exception: door.on_bug,
         },
     )
-    app = Door(app, metrics, keys, {route.path for route in routes.table})
+    app = Door(app, metrics, keys, {route.path for route in table}, {route.path for route in open_table})
     if config.cors_origins:
         app = CORSMiddleware(
             app,

@@ -22,12 +22,20 @@ _OPEN_PATHS = ("/health", "/health/ready", "/health/live")
 class Door:
     """An ASGI middleware around the whole application."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, keys: ApiKeys | None, paths: Collection[str]) -> None:
-        """`paths`: those that there are; all others are counted as one."""
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: Metrics,
+        keys: ApiKeys | None,
+        paths: Collection[str],
+        open_paths: Collection[str] = (),
+    ) -> None:
+        """`paths`: those that there are; all others are counted as one. `open_paths`, and health, need no key."""
         self._app = app
         self._metrics = metrics
         self._keys = keys
         self._paths = paths
+        self._open_paths = {*_OPEN_PATHS, *open_paths}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -64,7 +72,7 @@ class Door:
 
     def _refuses(self, headers: Headers, scope: Scope) -> bool:
         # A browser asks with OPTIONS, and without a key, whether it may bring one.
-        if self._keys is None or scope["path"] in _OPEN_PATHS or scope["method"] == "OPTIONS":
+        if self._keys is None or scope["path"] in self._open_paths or scope["method"] == "OPTIONS":
             return False
         return not self._keys.allows(headers.get("authorization", ""))
 

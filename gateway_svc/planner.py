@@ -1,6 +1,7 @@
 """The planner as the gateway calls it: one channel, every failure a NeoflexError, and what never changes kept."""
 
-from collections.abc import Awaitable, Iterable, Iterator, Mapping
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -10,10 +11,14 @@ from grpc_health.v1 import health_pb2_grpc
 
 from neoflex import errors
 from neoflex.channel import CHANNEL_OPTIONS, READY_REQUEST, is_serving
+from neoflex.errors import NeoflexError
+from neoflex.v1 import executor_pb2, trace_pb2
 from neoflex.v1 import inference_pb2 as pb
 from neoflex.v1.inference_pb2_grpc import InferenceServiceStub
+from neoflex.v1.trace_pb2_grpc import TraceServiceStub
 
 Metadata = tuple[tuple[str, str], ...]
+TraceCall = grpc.aio.UnaryStreamCall[trace_pb2.TraceIterationsRequest, trace_pb2.TraceIterationsResponse]
 StreamCall = grpc.aio.UnaryStreamCall[pb.GenerateStreamRequest, pb.GenerateStreamResponse]
 _CHECK_TIMEOUT_S = 2.0
 _Response = TypeVar("_Response")
@@ -37,6 +42,9 @@ class Planner:
         self.address = address
         self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._stub = InferenceServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        self._tracing = TraceServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        self._trace_calls: set[TraceCall] = set()
+        self.is_closing = False
         self._health = health_pb2_grpc.HealthStub(self._channel)
         self._model: Model | None = None
         self._tokens: dict[int, pb.TokenText] = {}
@@ -87,6 +95,32 @@ class Planner:
             return is_serving(await self._health.Check(READY_REQUEST, timeout=_CHECK_TIMEOUT_S))
         except grpc.RpcError:
             return False
+
+    async def iterations(self, seconds: float) -> AsyncGenerator[executor_pb2.IterationTrace, None]:
+        """Those that run in the next `seconds`, traced for as long as this is not closed. Raises NeoflexError."""
+        call: TraceCall = self._tracing.TraceIterations(trace_pb2.TraceIterationsRequest(), timeout=seconds)
+        self._trace_calls.add(call)
+        try:
+            with self.failures():
+                while isinstance(response := await call.read(), trace_pb2.TraceIterationsResponse):
+                    yield response.trace
+        except NeoflexError as error:
+            if error.code != "DEADLINE_EXCEEDED":  # Its own end.
+                raise
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not self.is_closing or (task and task.cancelling()):
+                raise
+            # Only the call was cancelled, by `end_iterations`.
+        finally:
+            call.cancel()
+            self._trace_calls.discard(call)
+
+    def end_iterations(self) -> None:
+        """Nobody has iterations traced any more: who watches would hold up the gateway's end."""
+        self.is_closing = True
+        for call in self._trace_calls:
+            call.cancel()
 
     async def close(self) -> None:
         await self._channel.close(None)

@@ -67,6 +67,7 @@ class GatewayServer:
     async def stop(self) -> None:
         """Takes no new connections, and returns when the running answers have ended or their time is up."""
         self._server.should_exit = True
+        self._planner.end_iterations()
         if self._serving:
             await self._serving
         await self._planner.close()

@@ -87,6 +87,14 @@ class LocalStack:
         return listen if listen.startswith("unix:") else f"http://{listen}"
 
     @property
+    def console_url(self) -> str | None:
+        """Where a browser finds the gateway's page; None where there is none, or on a Unix socket."""
+        gateway = self.config.gateway
+        if gateway is None or not gateway.console or gateway.listen.startswith("unix:"):
+            return None
+        return f"http://{gateway.listen}/"
+
+    @property
     def pids(self) -> dict[str, int]:
         """Of the children that run now, by service."""
         return {name: pid for name, process in self._children.items() if (pid := process.pid) is not None}

@@ -241,12 +241,14 @@ class GatewayConfig(Section):
     """Address of the HTTP service; `host:port` or `unix:path`. Where it is not set and the port is taken, `neoflex up`
     takes a free one."""
     api_keys_file: Path | None = None
-    """API keys, one a line, "#" begins a comment; read again when it changes. All but /health then asks for
-    `Authorization: Bearer KEY`. Default: whoever reaches the address may call."""
+    """API keys, one a line, "#" begins a comment; read again when it changes. All but /health and the console's files
+    then asks for `Authorization: Bearer KEY`. Default: whoever reaches the address may call."""
     cors_origins: tuple[str, ...] = ()
     """Origins of web pages that may call, e.g. "https://chat.example.com"; "*" for any. None by default."""
     max_body_bytes: Annotated[Size, Field(ge=1024, le=_MAX_BODY_BYTES)] = ByteSize(8 * 2**20)
     """Largest body of a request."""
+    console: bool = True
+    """Serves a page at / with a chat and what the server does at the moment."""
 
 
 def _listed(value: object) -> object:

@@ -316,5 +316,7 @@ def _print_ready(stack: LocalStack, start_s: float) -> None:
     explain_device(info.device, indent=2)
     if stack.http_url:
         err.print(f"  OpenAI-compatible HTTP: {stack.http_url}", markup=False)
+        if stack.console_url:
+            err.print(f"  console: {stack.console_url}", markup=False)
     err.print(f"  logs in {stack.run_dir}", markup=False)
     err.print(f"  try: neoflex generate --address {stack.address} 'Hello!'", markup=False)

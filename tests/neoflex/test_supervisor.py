@@ -193,6 +193,10 @@ def test_a_gateway_is_started_and_ends_with_the_planner(bench: Bench) -> None:
 def test_without_a_gateway_there_is_no_address(bench: Bench) -> None:
     assert bench.stack().http_url is None
     assert bench.stack(gateway={"listen": "unix:/x"}).http_url == "unix:/x"
+    assert bench.stack().console_url is None
+    assert bench.stack(gateway={"listen": "unix:/x"}).console_url is None
+    assert bench.stack(gateway={"listen": "127.0.0.1:9", "console": False}).console_url is None
+    assert bench.stack(gateway={"listen": "127.0.0.1:9"}).console_url == "http://127.0.0.1:9/"
 
 
 def test_an_address_in_use_is_said_before_anything_starts(bench: Bench) -> None:

@@ -20,6 +20,8 @@ from support.planner_rig import (
 
 from neoflex.v1 import inference_pb2 as pb
 from planner_svc import engine as engine_module
+from planner_svc.estimator.terms import Factors
+from planner_svc.messages import calibration_message
 from planner_svc.server import SERVICE_NAME
 from svc_common.model.chat_template import Turn
 
@@ -95,6 +97,11 @@ async def test_the_model_and_the_server_describe_themselves(start_rig: StartRig)
     calibration = info.calibration
     # Nothing was attended on the CPU or moved between tiers.
     assert (calibration.cpu_decode, calibration.swap, calibration.contention) == (1, 1, 0)
+
+
+def test_the_calibration_of_each_pool_is_told() -> None:
+    message = calibration_message(Factors(cpu_decode=2.0, further_pools={1: 3.0}))
+    assert (message.cpu_decode, dict(message.further_pools)) == (2.0, {1: 3.0})
 
 
 async def test_threads_that_change_live_are_told(start_rig: StartRig) -> None:

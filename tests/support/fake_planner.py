@@ -11,7 +11,8 @@ from typing import Any
 import grpc
 
 from neoflex.v1 import inference_pb2 as pb
-from neoflex.v1 import inference_pb2_grpc
+from neoflex.v1 import inference_pb2_grpc, trace_pb2_grpc
+from support.traces import ScriptedTraces
 from svc_common.errors import ServiceError
 from svc_common.grpc_server import GrpcServer
 
@@ -75,6 +76,7 @@ class FakePlanner(inference_pb2_grpc.InferenceServiceServicer):
         self.model_refusal: ServiceError | None = None
         self.load = pb.GetLoadResponse()
         self.server_info = pb.GetServerInfoResponse()
+        self.traces = ScriptedTraces()
         self.running = 0
         self.cancelled = asyncio.Semaphore(0)
         self._changed = asyncio.Event()
@@ -194,6 +196,7 @@ async def fake_planner() -> AsyncIterator[RunningPlanner]:
     fake = FakePlanner()
     server = GrpcServer("127.0.0.1:0", ["neoflex.v1.InferenceService"])
     server.register(inference_pb2_grpc.add_InferenceServiceServicer_to_server, fake)
+    server.register(trace_pb2_grpc.add_TraceServiceServicer_to_server, fake.traces)
     await server.start()
     await server.set_ready(True)
     try:

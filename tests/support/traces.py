@@ -86,8 +86,8 @@ DECOUPLED_CPU_STEPS = ((K.CPU_WAIT, 4, COHORT, 20), (K.CPU_ATTEND, 4, COHORT, 65
 DECOUPLED_CPU_START = 8
 
 
-def decoupled(iteration: int, start_ns: int, with_batch: bool = True) -> IterationTrace:
-    """100 ns long."""
+def decoupled(iteration: int, start_ns: int, with_batch: bool = True, unit_ns: int = 1) -> IterationTrace:
+    """100 units long."""
     steps = [step for step in DECOUPLED_STEPS if with_batch or step[2] != 0]
     batches = (TracedSubBatch(0, 0, 4, 0, 0), TracedSubBatch(COHORT, 0, 0, 2, 90))
     return IterationTrace(
@@ -95,10 +95,10 @@ def decoupled(iteration: int, start_ns: int, with_batch: bool = True) -> Iterati
         iteration,
         Mode.DECOUPLED,
         start_ns,
-        100,
+        100 * unit_ns,
         batches if with_batch else batches[1:],
-        columns(steps, 0, 1),
-        columns(DECOUPLED_CPU_STEPS, DECOUPLED_CPU_START, 1),
+        columns(steps, 0, unit_ns),
+        columns(DECOUPLED_CPU_STEPS, DECOUPLED_CPU_START, unit_ns),
     )
 
 
@@ -107,10 +107,15 @@ class ScriptedTraces(trace_pb2_grpc.TraceServiceServicer):
 
     def __init__(self) -> None:
         self.traces: list[IterationTrace] = []
+        self.ended = asyncio.Semaphore(0)
+        """Released at the end of each call."""
 
     async def TraceIterations(  # noqa: N802
         self, request: pb.TraceIterationsRequest, context: "grpc.aio.ServicerContext[Any, Any]"
     ) -> AsyncIterator[pb.TraceIterationsResponse]:
-        for trace in self.traces:
-            yield pb.TraceIterationsResponse(trace=trace_to_message(trace))
-        await asyncio.Event().wait()
+        try:
+            for trace in self.traces:
+                yield pb.TraceIterationsResponse(trace=trace_to_message(trace))
+            await asyncio.Event().wait()
+        finally:
+            self.ended.release()
