@@ -54,7 +54,7 @@ def stack() -> Iterator[LocalStack]:
         values: dict[str, Any] = {
             "model": {"source": "smollm2-135m-instruct"},
             "planner": {"listen": "127.0.0.1:0", "mode": "asymmetric", "classes": CLASSES, "default_class": "chat"},
-            "gpu": {"device": "cpu", "kv_bytes": "12MiB"},
+            "gpu": {"device": "cpu", "dtype": "fp32", "kv_bytes": "12MiB"},
             "cpu_attn": {"kv_bytes": "128MiB"},
             "gateway": {"listen": "127.0.0.1:0"},
         }
@@ -130,7 +130,7 @@ async def test_chat_and_figures_of_the_real_services(stack: LocalStack, browser:
         await page.until(f"{PAINTED % 'asymmetric'} > 500 && {PAINTED % 'linear-0'} > 500")
         await page.until(CPU_LANE)
         assert await page.until("parseFloat(document.getElementById('rate').textContent) > 0")
-        assert int(await page.text("#running")) >= 1
+        await page.until("Number(document.getElementById('running').textContent) >= 1")
         for tier in ("GPU", "Host"):
             used = f"[...document.querySelectorAll('.bar')].find((bar) => bar.textContent.startsWith('{tier}'))"
             await page.until(f"{used}.querySelector('.fill').getBoundingClientRect().width > 0")
