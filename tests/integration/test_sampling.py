@@ -19,7 +19,12 @@ NUM_TOKENS = 32
 BLOCK_BYTES = 737_280
 # Room for a few of the requests: those that begin and grow push others out.
 STACKS = {
-    "recomputing": {"gpu": {"kv_bytes": 26 * BLOCK_BYTES}, "cpu_attn": {"kv_bytes": 0}},
+    # With the prefix cache a preempted sequence would find its own KV again.
+    "recomputing": {
+        "kv": {"prefix_cache": False},
+        "gpu": {"kv_bytes": 26 * BLOCK_BYTES},
+        "cpu_attn": {"kv_bytes": 0},
+    },
     "offloading": {"gpu": {"kv_bytes": 11 * BLOCK_BYTES}, "cpu_attn": {"kv_bytes": "128MiB"}},
 }
 ASKED = ("object", "oneOf by a constant", "array of enum", "uuid", "optional properties", "nested")

@@ -20,6 +20,7 @@ def test_tokens_equal_transformers(start, files, reference, prompts, tmp_path, m
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     stack = start(
         model={"source": str(files.gguf)},
+        planner={"prefill_policy": "offload", "decode_policy": "offload"},  # Whatever else would be faster.
         gpu={"kv_bytes": KV_BYTES, "memory_bytes": MEMORY_BYTES, "link_bytes_per_s": "4GB"},
         cpu_attn={"kv_bytes": "96MiB"},
     )

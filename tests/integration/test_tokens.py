@@ -100,14 +100,16 @@ def test_tokens_survive_swapping(start, reference, prompts):
     assert counters.cpu_attended_tokens == 0
 
 
-def test_tokens_survive_preemption(start, reference, prompts):
-    """No host pool at all: preempted sequences lose their KV and are computed again."""
-    stack = start(gpu={"kv_bytes": PRESSED_KV_BYTES}, cpu_attn={"kv_bytes": 0})
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_tokens_survive_preemption(prefix_cache, start, reference, prompts):
+    """No host pool at all: preempted sequences lose their KV, and are computed again or find what is left of it."""
+    stack = start(kv={"prefix_cache": prefix_cache}, gpu={"kv_bytes": PRESSED_KV_BYTES}, cpu_attn={"kv_bytes": 0})
     verdict = compare(stack, reference, [pressing_wave(prompts)])
     assert verdict.mismatches == []
     counters = stack.server_info().counters
     assert counters.preemptions > 0
-    assert counters.recomputed_tokens > 0
+    assert counters.recomputed_tokens + counters.cached_tokens > 0
+    assert (counters.cached_tokens > 0) == prefix_cache
 
 
 def test_a_request_larger_than_the_gpu_cache(start, reference, prompts):
