@@ -22,7 +22,7 @@ STACKS = {
     # With the prefix cache a preempted sequence would find its own KV again.
     "recomputing": {
         "kv": {"prefix_cache": False},
-        "gpu": {"kv_bytes": 26 * BLOCK_BYTES},
+        "gpu": {"kv_bytes": 17 * BLOCK_BYTES},
         "cpu_attn": {"kv_bytes": 0},
     },
     "offloading": {"gpu": {"kv_bytes": 11 * BLOCK_BYTES}, "cpu_attn": {"kv_bytes": "128MiB"}},
