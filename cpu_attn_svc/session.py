@@ -70,16 +70,17 @@ class RegionSession:
             has_names = True
             while not self._stop.is_set():
                 if self._socket.poll(_IDLE_CHECK_MS):
-                    self._answer(segment, worker, self._socket.recv())
+                    message = self._socket.recv()
+                    if has_names:  # Not before: who has mapped the region may still be about to connect.
+                        segment.unlink()
+                        has_names = False
+                    self._answer(segment, worker, message)
                 elif segment.region.is_closed:
                     logger.info("the executor closed the region of epoch %d", self.epoch)
                     return
                 elif segment.region.is_attached and not segment.region.peer_alive():
                     logger.warning("the executor of epoch %d is gone", self.epoch)
                     return
-                if has_names and segment.region.is_attached:
-                    segment.unlink()
-                    has_names = False
         except PlaneError as error:
             logger.error("the region of epoch %d is given up: %s", self.epoch, error)
         finally:

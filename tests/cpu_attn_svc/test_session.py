@@ -1,0 +1,61 @@
+"""A region's names: there until the executor is connected, gone from then on."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from support.cpu_decodes import SHAPE
+from support.stacks import until
+
+from cpu_attn_svc import session as session_module
+from cpu_attn_svc.session import RegionSession
+from svc_common.cpu_kernels import ThreadPool
+from svc_common.tensor_plane import Segment, TensorPlane, _plane
+
+
+class CountingSocket:
+    """Of how often it was looked at."""
+
+    def __init__(self, socket: "zmq.Socket[bytes]") -> None:
+        self._socket = socket
+        self.num_polls = 0
+
+    def poll(self, timeout_ms: int) -> int:
+        self.num_polls += 1
+        return self._socket.poll(timeout_ms)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._socket, name)
+
+
+def test_names_stay_until_the_executor_is_connected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It maps the region first, and connects when its thread comes to it: that may take longer than a look."""
+    monkeypatch.setattr(session_module, "_IDLE_CHECK_MS", 1)
+    segment = Segment.create(tmp_path, 1, SHAPE, 2**20)
+    session = RegionSession(segment, "auto", ThreadPool(1, []))
+    session._socket = socket = CountingSocket(session._socket)  # type: ignore[assignment]
+    session.start()
+    try:
+        region = _plane.Region.attach(segment.path, 1, SHAPE.to_native())
+        seen = socket.num_polls
+        until(lambda: socket.num_polls > seen + 3)
+        assert Path(segment.path).exists()
+        region.close()
+        until(lambda: not session.is_open)
+        assert not Path(segment.path).exists()
+    finally:
+        session.close()
+
+
+def test_names_go_with_the_first_message(tmp_path: Path) -> None:
+    segment = Segment.create(tmp_path, 1, SHAPE, 2**20)
+    session = RegionSession(segment, "auto", ThreadPool(1, []))
+    session.start()
+    try:
+        plane = TensorPlane.attach(segment.path, segment.endpoint, 1, SHAPE)
+        until(lambda: not Path(segment.path).exists())
+        assert session.is_open
+        plane.close()
+    finally:
+        session.close()
