@@ -15,7 +15,7 @@ from neoflex import AsyncClient, Client, Completion, FinishReason, InvalidArgume
 
 PENALTY = 1.3
 BIASES = {28: -5.0, 260: 3.0}
-NUM_TOKENS = 32
+NUM_TOKENS = 64
 BLOCK_BYTES = 737_280
 # Room for a few of the requests: those that begin and grow push others out.
 STACKS = {
