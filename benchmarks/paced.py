@@ -29,6 +29,7 @@ from planner_svc.simulator.executor import SimulatedExecutor
 from svc_common.config import Config, parse
 from svc_common.grpc_server import GrpcServer
 from svc_common.plan import ExecutionError, IterationPlan, IterationResult
+from svc_common.policy import ExecutionPolicy
 
 _READY_S = 120.0
 
@@ -37,20 +38,28 @@ class PacedExecutor:
     """What ExecutorServicer asks of an Executor. Its thread sleeps through each iteration."""
 
     def __init__(self, played: SimulatedExecutor, tables: Tables, shape: KvShape, num_gpu_blocks: int) -> None:
-        self.decoder = SimpleNamespace(device=SimpleNamespace(type="cpu"), weight_dtype=shape.dtype)
+        spec = SimpleNamespace(num_layers=shape.num_layers)
+        self.decoder = SimpleNamespace(device=SimpleNamespace(type="cpu"), weight_dtype=shape.dtype, spec=spec)
         self.kv_shape = shape
-        self.num_gpu_blocks = num_gpu_blocks
         self.last_epoch = 0
         self.memory = None
         self.resident_layers = self.streamed_bytes = 0
         self.streamed_layers = range(0)
         self._played = played
         self._tables = tables
+        self._num_gpu_blocks = num_gpu_blocks
+
+    def num_gpu_blocks(self, policy: ExecutionPolicy) -> int:
+        return self._num_gpu_blocks
+
+    def fitting(self, policy: ExecutionPolicy) -> ExecutionPolicy:
+        """All of them fit: there are no weights."""
+        return policy
 
     def close_epoch(self) -> None:
         """Nothing is held."""
 
-    def open_epoch(self, number: int, limits: Limits, host: None, policy: None) -> None:
+    def open_epoch(self, number: int, limits: Limits, host: None, policy: ExecutionPolicy) -> None:
         self.last_epoch = number
 
     def profile(self) -> Tables:

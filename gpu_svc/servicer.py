@@ -152,6 +152,8 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         self, epoch: int, limits: Limits, policy: ExecutionPolicy
     ) -> tuple[HostTier | None, tuple[str, ...]]:
         """The host tier, if there is one, and why services are missing in it."""
+        if not self._cpu_attention_addresses:
+            return None, ()
         executor = self._executor
         shape = region_shape(executor.decoder, executor.kv_shape, limits, policy, executor.num_gpu_blocks(policy))
         return await attach_host_tier(self._cpu_attention_addresses, epoch, shape, executor.decoder)
