@@ -1,0 +1,75 @@
+"""[gpu] and [cpu_attn]."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import ByteSize, Field, model_validator
+
+from svc_common.config.types import Address, Section, Size
+
+
+class GpuConfig(Section):
+    """gpu_svc: the device and what lies on it."""
+
+    listen: Address = "127.0.0.1:50052"
+    """Address of the executor's gRPC service."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """"auto": cuda where there is one."""
+    dtype: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"] = "auto"
+    """Type to compute in; "auto" measures fp32 and 16 bits at start-up. "int8" and "int4" are types of the weights
+    alone, on device "cpu" only: less memory, faster decodes, and other tokens; see docs/performance.md."""
+    kv_bytes: Size = ByteSize(512 * 2**20)
+    """Cap of the GPU KV cache. 0 keeps all KV on the host."""
+    memory_bytes: Size | None = None
+    """Cap of weights, buffers for weights and KV on the device together; default: what the device has. Layers that do
+    not fit beside `kv_bytes` stay in host memory and are streamed to the device in each iteration."""
+    link_bytes_per_s: Size = ByteSize(0)
+    """On device "cpu": bandwidth of the emulated link, each way, that streamed weights and swapped KV cross; 0: as fast
+    as copies go."""
+    num_threads: Annotated[int, Field(ge=0)] = 0
+    """Threads of torch on the CPU device; 0: the cores this process may use, less those of cpu_attn_svc."""
+    profile: Literal["auto", "always"] = "auto"
+    """Operations are measured at start-up, which takes seconds to minutes. "auto" keeps what was measured in the user's
+    cache directory, and takes it from there where machine, model and limits are the same; "always" measures at each
+    start and keeps nothing."""
+
+    @model_validator(mode="after")
+    def _has_quantised_weights_on_the_cpu_only(self) -> "GpuConfig":
+        if self.device == "cuda" and self.dtype in ("int8", "int4"):
+            raise ValueError(f'dtype "{self.dtype}" is for device "cpu"; on cuda it is not built')
+        return self
+
+
+class CpuAttnConfig(Section):
+    """cpu_attn_svc: the host tier. [cpu_attn]; of several services, say one for each NUMA node, each has a table of its
+    own, [[cpu_attn]], and holds whole sequences."""
+
+    listen: Address = "127.0.0.1:50053"
+    """Address of the control gRPC service."""
+    kv_bytes: Size = ByteSize(1024 * 2**20)
+    """Size of the service's pool of host KV. 0, of a single one, runs without the service."""
+    num_threads: Annotated[int, Field(ge=1)] = 1
+    """Threads at start; changes live by RPC."""
+    elastic: bool = False
+    """The planner raises the number of threads while the executor waits for them, and lowers it while they idle.
+
+    Not by default: where the device is the CPU, threads beyond `num_threads` run on cores that gpu_svc computes on.
+    """
+    min_threads: Annotated[int, Field(ge=1)] = 1
+    """Fewest threads that the planner leaves."""
+    max_threads: Annotated[int, Field(ge=0)] = 0
+    """Most threads, by the planner or by RPC; 0: the cores this process may use."""
+    instruction_set: Literal["auto", "scalar", "avx2", "avx512", "avx512_bf16", "neon"] = "auto"
+    """Kernel to use; "auto": the best this processor runs."""
+    segment_dir: Path = Path("/dev/shm")
+    """Directory of the shared region."""
+
+    @model_validator(mode="after")
+    def _has_threads_within_limits(self) -> "CpuAttnConfig":
+        most = self.max_threads or max(self.num_threads, self.min_threads)
+        if self.elastic and not self.min_threads <= self.num_threads <= most:
+            raise ValueError(
+                f"with elastic, num_threads must be from min_threads, {self.min_threads}, "
+                f"to max_threads, {self.max_threads or 'the cores there are'}; is {self.num_threads}"
+            )
+        return self
