@@ -40,7 +40,7 @@ model: $(VENV)/.runtime # The default model, in the user's cache directory
 	@$(BIN)/neoflex model fetch
 
 unit: $(VENV)/.dev model ## Tests of one module each
-	$(BIN)/pytest tests --ignore tests/integration --ignore tests/clients --ignore tests/console
+	$(BIN)/pytest tests --numprocesses 2 --dist loadfile --ignore tests/integration --ignore tests/clients --ignore tests/console
 
 integration: $(VENV)/.dev model ## Tests with the real services and the real model
 	$(BIN)/pytest tests/integration -rP

@@ -14,6 +14,7 @@ what the tables say: what then differs is what the simulator leaves out, not wha
 import argparse
 import asyncio
 import copy
+import itertools
 import json
 import random
 import re
@@ -158,9 +159,10 @@ def learned_by(stack: LocalStack) -> Factors:
     return learned
 
 
-async def serve(address: str, arrivals: Sequence[Arrival], vocab_size: int) -> Outcome:
-    """Each request is sent when it arrives, whatever became of those before."""
-    generator = random.Random(0)
+async def serve(address: str, arrivals: Sequence[Arrival], vocab_size: int, seed: int) -> Outcome:
+    """Each request is sent when it arrives, whatever became of those before. `seed`: of the prompts, which must be new
+    to the server each time: it keeps the KV of old ones, and the simulator's share nothing."""
+    generator = random.Random(seed)
     prompts = [[generator.randrange(100, vocab_size) for _ in range(item.prompt_tokens)] for item in arrivals]
     ttfts: list[float] = []
     tpots: list[float] = []
@@ -211,12 +213,16 @@ def measure(args: argparse.Namespace) -> list[Row]:
     longest_tokens = _PROMPT_TOKENS[1] + _ANSWER_TOKENS[1] + 16
     num_kv_tokens = args.requests * longest_tokens // 2
     table: list[Row] = []
+    seeds = itertools.count()
 
     def compare(what: str, simulator: Simulator, tables: Simulator, address: str, share: float) -> None:
         rate = share * simulator.run(arrivals, 0.0).thr_makespan
         simulated = simulator.run(arrivals, rate)
         told = simulated if tables is simulator else tables.run(arrivals, rate)
-        rounds = [asyncio.run(serve(address, at_rate(arrivals, rate), spec.vocab_size)) for _ in range(args.rounds)]
+        rounds = [
+            asyncio.run(serve(address, at_rate(arrivals, rate), spec.vocab_size, next(seeds)))
+            for _ in range(args.rounds)
+        ]
         table.extend(rows(f"{what}, {share:.0%} of capacity", rate, simulated, told, rounds))
 
     with running(
@@ -226,7 +232,7 @@ def measure(args: argparse.Namespace) -> list[Row]:
         told = Simulator(stack, tables, args.mode, spec.num_layers)
         warm_up = workload(_WARM_UP, args.seed + 1)
         warm_up_rate = _WARM_UP_SHARE * told.run(arrivals, 0.0).thr_makespan
-        asyncio.run(serve(stack.address, at_rate(warm_up, warm_up_rate), spec.vocab_size))
+        asyncio.run(serve(stack.address, at_rate(warm_up, warm_up_rate), spec.vocab_size, next(seeds)))
         simulator = told.calibrated(learned_by(stack))
         for share in args.shares:
             compare("real stack", simulator, told, stack.address, share)

@@ -156,6 +156,15 @@ def test_the_executor_prices_what_a_plan_does():
     assert executor.run(IterationPlan(1, 3, Mode.GPU_ONLY, released=(1, 2)))[0] == 0
 
 
+def test_the_executor_takes_a_cached_beginning_for_computed():
+    executor = SimulatedExecutor(PROFILE.estimator, PROFILE.estimator.kv_bytes_per_token)
+    new = (NewSequence(1, (0,) * 40, Tier.GPU, (), num_cached_tokens=32),)
+    batch = SubBatch(prefills=(PrefillChunk(1, 32, 8),))
+    seconds, result = executor.run(IterationPlan(1, 1, Mode.GPU_ONLY, new_sequences=new, sub_batches=(batch,)))
+    assert seconds == PROFILE.estimator.iteration_s(IterationLoad(SubBatchLoad(((8, 32),), num_outputs=1)))
+    assert result.tokens == ((1, 0),)
+
+
 def test_metrics():
     requests = [Served(0.0, 3), Served(1.0, 2), Served(2.0, 2), Served(3.0, 1)]
     for index, times in enumerate(((0.4, 0.44, 0.48), (1.6, 1.65), (2.1, 2.3), (3.5,))):
