@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gpu_svc.device_kernels import has_triton
 from gpu_svc.kv_layout import KvBlocks, key_views
 from svc_common import cpu_kernels
 from svc_common.decoder.threads import cpu_threads
@@ -102,6 +103,11 @@ class GpuKvCache:
         self.first_layer = first_layer
         # Zeroed: attention multiplies the unused tail of a block by 0, which must not meet a NaN.
         self.blocks = torch.zeros(shape.blocks(self.num_blocks), dtype=shape.dtype, device=device)
+        self._append = write_kv_by_index
+        if has_triton(device):
+            from gpu_svc.triton_ops import append_kv  # Torch for CPUs brings no Triton.
+
+            self._append = append_kv
 
     @property
     def num_bytes(self) -> int:
@@ -116,7 +122,7 @@ class GpuKvCache:
         if places.index is None:
             write_kv(KvBlocks(self.layer(layer)), places, kv)
         else:
-            write_kv_by_index(self.layer(layer), *places.index, kv)
+            self._append(self.layer(layer), *places.index, kv)
 
 
 def write_kv(layer: KvBlocks, places: KvPlaces, kv: Tensor) -> None:
