@@ -2,12 +2,12 @@
 
 Requests arrive as a Poisson process at shares of the rate that the simulator says a burst is served at. The simulator
 has the serving scheduler, the order of events, the operations' tables from the start of the stack, and what the running
-planner has learned of them from other requests, in a warm-up and in the rounds before: its factor for each part of an
-iteration, as `neoflex status` shows them. That is needed because the tables are measured with the machine to
-themselves, while planner and client take turns with the executor on the processor's cores, and because a shared
+planner has learned of them from other requests, in a warm-up and in the runs before: its factor for each part of an
+iteration, as `neoflex status` shows them, on average. That is needed because the tables are measured with the machine
+to themselves, while planner and client take turns with the executor on the processor's cores, and because a shared
 machine's speed changes from minute to minute; each row also says what the tables alone give. Nobody tells the simulator
-what the requests that count took. A second pass replaces the real executor by one that sleeps for
-what the tables say: what then differs is what the simulator leaves out, not what the tables got wrong.
+what the requests that count took. A second pass replaces the real executor by one that sleeps for what the tables say:
+what then differs is what the simulator leaves out, not what the tables got wrong.
 
     python benchmarks/realtime.py [--shares 0.5,0.9] [--requests 40] [--rounds 3] [--mode auto] [--publish]
 """
@@ -20,7 +20,7 @@ import random
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,7 @@ _NO_TARGETS = Targets(1e9, 1e9)
 _LATENCY_LIMIT, _THROUGHPUT_LIMIT = 0.15, 0.10
 _WARM_UP = 16
 """Requests before those that count: some 300 iterations, from which the planner learns."""
+_SAMPLE_EVERY_S = 0.25
 _WARM_UP_SHARE = 0.7
 """Of capacity, by the tables alone: the rate at which they arrive."""
 
@@ -152,16 +153,34 @@ class Simulator:
 # --- the real stack
 
 
-def learned_by(stack: LocalStack) -> Factors:
-    """What its planner has learned so far."""
-    factors = stack.server_info().calibration
-    assert factors is not None  # It has served.
-    learned = Factors(**asdict(factors))
-    print("learned so far:", learned)
-    return learned
+class Learned:
+    """What a running planner believes of the executor: the mean over what it said while it served.
+
+    At a moment it is what about the last ten iterations taught, right for the next one; a round has hundreds.
+    """
+
+    def __init__(self) -> None:
+        self._samples: list[Factors] = []
+
+    async def watch(self, client: AsyncClient) -> None:
+        """To be cancelled."""
+        while True:
+            await asyncio.sleep(_SAMPLE_EVERY_S)
+            if (factors := (await client.server_info()).calibration) is not None:
+                self._samples.append(Factors(**asdict(factors)))
+
+    def factors(self) -> Factors:
+        """So far; those of the tables where nobody was watched. Of further pools the check has none."""
+        names = [name for name in asdict(Factors()) if name != "further_pools"]
+        samples = self._samples or [Factors()]
+        learned = {name: statistics.fmean(getattr(sample, name) for sample in samples) for name in names}
+        print(f"learned in {len(self._samples)} samples:", {name: round(value, 3) for name, value in learned.items()})
+        return Factors(**learned)
 
 
-async def serve(address: str, arrivals: Sequence[Arrival], vocab_size: int, salt: str) -> Outcome:
+async def serve(
+    address: str, arrivals: Sequence[Arrival], vocab_size: int, salt: str, learned: Learned | None = None
+) -> Outcome:
     """Each request is sent when it arrives, whatever became of those before.
 
     `salt`: of this run, so that it finds nothing of another's in the prefix cache, which the simulator has not.
@@ -197,8 +216,11 @@ async def serve(address: str, arrivals: Sequence[Arrival], vocab_size: int, salt
         ends.append(last_s)
 
     async with AsyncClient(address) as client:
+        watching = asyncio.create_task(learned.watch(client)) if learned else None
         start_s = time.perf_counter()
         await asyncio.gather(*(one(client, *both) for both in zip(arrivals, prompts, strict=True)))
+        if watching:
+            watching.cancel()
     duration_s = max(ends) - start_s
     return Outcome(*map(statistics.median, (ttfts, server_ttfts, tpots)), len(arrivals) / duration_s)
 
@@ -246,17 +268,23 @@ def compare(
     address: str,
     vocab_size: int,
     loads: Sequence[Sequence[Arrival]],
+    shares: Sequence[float],
     tables: Simulator,
-    known: Callable[[], Factors],
-) -> list[Round]:
-    """`loads`: of each round. `known`: what the planner has learned so far, which is all that the simulator is told."""
-    rounds = []
+    learned: Learned | None,
+) -> Iterator[tuple[float, float, list[Round]]]:
+    """Share, rate and rounds. `loads`: of each round, at one request a second; in a round the shares take turns.
+
+    `learned`: all that the simulator is told beside the tables, as far as it goes when a run begins.
+    """
+    rates = [share * tables.run(loads[0], 0.0).thr_makespan for share in shares]
+    rounds: list[list[Round]] = [[] for _ in rates]
     for number, load in enumerate(loads):
-        simulator = tables.calibrated(known())
-        salt = f"{load[-1].at_s} {number}"
-        real = asyncio.run(serve(address, load, vocab_size, salt))
-        rounds.append(Round(real, simulator.run(load, 1.0), tables.run(load, 1.0)))
-    return rounds
+        for rate, of_rate in zip(rates, rounds, strict=True):
+            simulator = tables.calibrated(learned.factors()) if learned else tables
+            arrivals, salt = at_rate(load, rate), f"{number} at {rate}"
+            real = asyncio.run(serve(address, arrivals, vocab_size, salt, learned))
+            of_rate.append(Round(real, simulator.run(load, rate), tables.run(load, rate)))
+    return zip(shares, rates, rounds, strict=True)
 
 
 def measure(args: argparse.Namespace) -> list[Row]:
@@ -266,11 +294,8 @@ def measure(args: argparse.Namespace) -> list[Row]:
     num_kv_tokens = args.requests * longest_tokens // 2
     table: list[Row] = []
 
-    def at_shares(what: str, address: str, tables: Simulator, known: Callable[[], Factors]) -> None:
-        capacity = tables.run(loads[0], 0.0).thr_makespan
-        for share in args.shares:
-            rate = share * capacity
-            rounds = compare(address, spec.vocab_size, [at_rate(load, rate) for load in loads], tables, known)
+    def at_shares(what: str, address: str, tables: Simulator, learned: Learned | None) -> None:
+        for share, rate, rounds in compare(address, spec.vocab_size, loads, args.shares, tables, learned):
             table.extend(rows(f"{what}, {share:.0%} of capacity", rate, rounds))
 
     with running(
@@ -280,8 +305,9 @@ def measure(args: argparse.Namespace) -> list[Row]:
         told = Simulator(stack, tables, args.mode, spec.num_layers)
         warm_up = workload(_WARM_UP, args.seed + args.rounds)
         warm_up_rate = _WARM_UP_SHARE * told.run(warm_up, 0.0).thr_makespan
-        asyncio.run(serve(stack.address, at_rate(warm_up, warm_up_rate), spec.vocab_size, "warm-up"))
-        at_shares("real stack", stack.address, told, lambda: learned_by(stack))
+        learned = Learned()
+        asyncio.run(serve(stack.address, at_rate(warm_up, warm_up_rate), spec.vocab_size, "warm-up", learned))
+        at_shares("real stack", stack.address, told, learned)
         counters = stack.server_info().counters
         config = stack.config
     print(f"iterations: {counters.gpu_only_iterations} on the GPU alone, {counters.asymmetric_iterations} asymmetric")
@@ -289,7 +315,7 @@ def measure(args: argparse.Namespace) -> list[Row]:
     shape = KvShape.of(spec, alone.capacity.block_tokens, torch.bfloat16)
     executor = PacedExecutor(alone.executor(), tables_from_json(tables), shape, alone.capacity.gpu_blocks)
     with paced(config, executor) as address:
-        at_shares("executor that sleeps", address, alone, Factors)
+        at_shares("executor that sleeps", address, alone, None)
     return table
 
 
@@ -308,8 +334,8 @@ def main() -> None:
         f"{args.requests} requests of {_PROMPT_TOKENS[0]} to {_PROMPT_TOKENS[1]} tokens with answers of "
         f"{_ANSWER_TOKENS[0]} to {_ANSWER_TOKENS[1]}, Poisson arrivals, mode {args.mode}; shares of the rate at which "
         f"the simulator serves them as a burst by the tables alone. The simulator runs on the tables of the start, "
-        f"multiplied by what the running planner has learned of other requests when a round begins: at first of a "
-        f"warm-up of {_WARM_UP}. Medians over {args.rounds} rounds, each with requests of its own."
+        f"multiplied by what the running planner has learned of other requests, on average until a run begins: at "
+        f"first in a warm-up of {_WARM_UP}. Medians over {args.rounds} rounds, each with requests of its own."
     )
     publish("realtime", "Simulator against real time", "make bench-realtime", about, table, args.publish)
 
