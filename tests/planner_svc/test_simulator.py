@@ -156,7 +156,7 @@ def test_the_executor_prices_what_a_plan_does():
     assert executor.run(IterationPlan(1, 3, Mode.GPU_ONLY, released=(1, 2)))[0] == 0
 
 
-def test_the_executor_computes_no_token_that_is_cached():
+def test_the_executor_takes_a_cached_beginning_for_computed():
     executor = SimulatedExecutor(PROFILE.estimator, PROFILE.estimator.kv_bytes_per_token)
     new = (NewSequence(1, (0,) * 40, Tier.GPU, (), num_cached_tokens=32),)
     batch = SubBatch(prefills=(PrefillChunk(1, 32, 8),))
