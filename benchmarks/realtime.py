@@ -9,7 +9,7 @@ machine's speed changes from minute to minute; each row also says what the table
 what the requests that count took. A second pass replaces the real executor by one that sleeps for what the tables say:
 what then differs is what the simulator leaves out, not what the tables got wrong.
 
-    python benchmarks/realtime.py [--shares 0.5,0.9] [--requests 40] [--rounds 3] [--mode auto] [--publish]
+    python benchmarks/realtime.py [--shares 0.5,0.9] [--requests 40] [--rounds 2] [--mode auto] [--publish]
 """
 
 import argparse
@@ -326,7 +326,7 @@ def main() -> None:
     parser.add_argument("--mode", default="auto", choices=("auto", "gpu_only", "asymmetric"))
     parser.add_argument("--shares", type=lambda text: [float(n) for n in text.split(",")], default=[0.5, 0.9])
     parser.add_argument("--requests", type=int, default=40)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     table = measure(args)
