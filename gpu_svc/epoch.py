@@ -1,6 +1,7 @@
 """Runs one plan start to end: state changes, swaps, layers, sampling. Holds all that an epoch's end drops."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
@@ -75,6 +76,10 @@ class Sampled:
     """Of the output head and of sampling."""
 
 
+def nobody() -> None:
+    """To be told that a plan has begun."""
+
+
 class Epoch:
     """Sequences and caches from one OpenEpoch to the next. Not usable after `run` has raised."""
 
@@ -114,11 +119,11 @@ class Epoch:
         """Measures on this epoch's caches; before the first plan only, as it writes into blocks."""
         return Profiler(self._limits, self._decoder, self.cache, self.host, self._backend, self._link, self.policy)
 
-    def run(self, plan: IterationPlan, recorder: NullRecorder) -> IterationResult:
+    def run(self, plan: IterationPlan, recorder: NullRecorder, begun: Callable[[], None] = nobody) -> IterationResult:
         """Raises InvalidPlanError before anything is computed, PlaneError when the host tier is lost.
 
         Timings lack what only the caller knows: total and idle time. So does the result its trace, which the caller
-        takes from `recorder`.
+        takes from `recorder`. `begun` is told when the layers are about to run.
         """
         if plan.iteration != self.last_iteration + 1:
             raise InvalidPlanError(f"iteration {plan.iteration} follows {self.last_iteration}")
@@ -142,6 +147,7 @@ class Epoch:
         part = self._part(plan.cohort) if plan.cohort else None
         waited_before_ns = self.host.wait_ns if self.host else 0
         weights_before = self._decoder.traffic
+        begun()
         stages, reports = self._run_layers(batches, part, recorder)
         cpu_wait_ns = self.host.wait_ns - waited_before_ns if self.host else 0
         weights = self._decoder.traffic

@@ -3,10 +3,8 @@
 import asyncio
 import logging
 import os
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor as ThreadExecutor
-from functools import partial
 from typing import Any, TypeVar
 
 import grpc
@@ -16,10 +14,10 @@ from gpu_svc.device_memory import DoesNotFitError
 from gpu_svc.executor import Executor
 from gpu_svc.grammars import GrammarError
 from gpu_svc.host_tier import HostTier
-from gpu_svc.limits import InvalidPlanError, Limits
+from gpu_svc.limits import Limits
+from gpu_svc.plan_runner import PlanRunner
 from gpu_svc.wire import (
     memory_to_pb,
-    plan_from_pb,
     policy_from_pb,
     policy_to_pb,
     result_to_pb,
@@ -30,7 +28,6 @@ from neoflex.v1 import executor_pb2 as pb
 from neoflex.v1 import executor_pb2_grpc
 from svc_common.decoder.dtypes import dtype_name
 from svc_common.errors import FieldViolation, failed_precondition, invalid_argument, invalid_arguments
-from svc_common.plan import ExecutionError, IterationResult
 from svc_common.policy import ExecutionPolicy
 from svc_common.tensor_plane import PlaneError
 
@@ -161,32 +158,15 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
     async def Execute(
         self, request_iterator: AsyncIterator[pb.ExecuteRequest], context: Context
     ) -> AsyncIterator[pb.ExecuteResponse]:
-        pending: asyncio.Queue[asyncio.Future[IterationResult] | None] = asyncio.Queue(_MAX_PENDING_PLANS)
-
-        async def take_plans() -> None:
-            try:
-                async for request in request_iterator:
-                    await pending.put(self._in_thread(partial(self._run, request.plan, time.perf_counter_ns())))
-            except Exception:
-                await pending.put(None)
-                raise
-            await pending.put(None)
-
-        reader = asyncio.create_task(take_plans())
+        runner = PlanRunner(self._executor, self._thread, _MAX_PENDING_PLANS)
+        reader = asyncio.create_task(runner.take(request_iterator))
         try:
-            while (future := await pending.get()) is not None:
-                yield pb.ExecuteResponse(result=result_to_pb(await future))
+            async for result in runner.results():
+                yield pb.ExecuteResponse(result=result_to_pb(result))
             await reader
         finally:
             reader.cancel()
-
-    def _run(self, message: pb.IterationPlan, received_ns: int) -> IterationResult:
-        """On the executor's thread, so that a plan is read while none runs beside it and in its turn."""
-        try:
-            plan = plan_from_pb(message)
-        except InvalidPlanError as error:
-            return self._executor.fail(message.epoch, message.iteration, ExecutionError.INVALID_PLAN, str(error))
-        return self._executor.run(plan, received_ns)
+            runner.close()
 
     async def CompileGrammar(self, request: pb.CompileGrammarRequest, context: Context) -> pb.CompileGrammarResponse:
         if self._executor.grammars is None or not self._executor.grammars.end_token_ids:
