@@ -1,4 +1,4 @@
-"""What follows for a sequence from losses of the executor that was computing it: it runs again, is tried alone, or ends.
+"""What losses of the executor mean for a sequence that it was computing: it runs again, is tried alone, or ends.
 
 A sequence that brings the executor down does so again when it is computed again, and whatever runs beside it is lost
 with it. After two losses without a token in between a sequence is a suspect: suspects are then let in one at a time,
