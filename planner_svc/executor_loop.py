@@ -31,6 +31,8 @@ from svc_common.policy import ExecutionPolicy
 PLANS_AHEAD = 2
 """One runs, one waits."""
 _RETRY_S = 1.0
+_RECONNECT_S = 0.1
+"""Before one that was lost is looked for; from then on its connection waits for it."""
 _MAX_RETRY_S = 30.0
 """Between tries to open an epoch that the executor refuses: each may cost it a measurement."""
 
@@ -80,7 +82,8 @@ class ExecutorLoop:
         """This epoch has yielded a result."""
         self._patience: asyncio.TimerHandle | None = None
         """While requests wait for a lost executor."""
-        self._retry_s = _RETRY_S
+        self._retry_s = _RECONNECT_S
+        """Until the executor is to be tried again."""
 
     @property
     def placement(self) -> Placement | None:
@@ -110,6 +113,7 @@ class ExecutorLoop:
             self._await_executor(error)
         except Exception:
             logger.exception("the engine failed; all requests end and the executor is opened afresh")
+            self._retry_s = _RETRY_S
             self._engine.abandon(unavailable("ENGINE_FAILED", "the engine failed and is restarting", _RETRY_S))
 
     def _await_executor(self, error: ExecutorLostError) -> None:
@@ -123,7 +127,7 @@ class ExecutorLoop:
                 self._patience = asyncio.get_running_loop().call_later(self._wait_s, self._give_up)
             else:
                 self._give_up()
-        self._retry_s = min(2 * self._retry_s, _MAX_RETRY_S) if is_refusal else _RETRY_S
+        self._retry_s = min(max(_RETRY_S, 2 * self._retry_s), _MAX_RETRY_S) if is_refusal else _RECONNECT_S
         # Said once, however often it is tried.
         if self._engine.explain(str(error) if is_refusal else "") and is_refusal:
             logger.warning("not ready: %s", error)
@@ -143,7 +147,7 @@ class ExecutorLoop:
         if self._patience is not None:
             self._patience.cancel()
             self._patience = None
-        self._retry_s = _RETRY_S
+        self._retry_s = _RECONNECT_S
         for watch in self._watches:
             watch.cores.begin_epoch()
         self._engine.open(epochs.capacity, epochs.estimator, epochs.number)
