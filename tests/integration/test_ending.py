@@ -83,7 +83,7 @@ def test_a_frozen_executor_is_awaited_for_as_long_as_configured(start, prompts):
     """No connection breaks when a process is stopped. The first time it is back in time, the second time it is not."""
     stack = start(planner={"executor_wait_s": 4}, **MIXED)
     pid = stack.pids["gpu_svc"]
-    with Client(stack.address) as client:
+    with Client(stack.address, max_retries=0) as client:
         whole = client.generate(token_ids=prompts[0], max_tokens=24, temperature=0.0, ignore_eos=True)
         for comes_back in (True, False):
             num_losses = stack.server_info().counters.executor_losses
@@ -95,7 +95,7 @@ def test_a_frozen_executor_is_awaited_for_as_long_as_configured(start, prompts):
                 while stack.server_info().counters.executor_losses == num_losses:
                     time.sleep(0.05)
                 with pytest.raises(NeoflexError) as caught:
-                    client.generate(token_ids=prompts[0], max_tokens=1, max_retries=0)
+                    client.generate(token_ids=prompts[0], max_tokens=1)
                 assert (caught.value.code, caught.value.reason) == ("UNAVAILABLE", "EXECUTOR_LOST")
                 if not comes_back:
                     with pytest.raises(NeoflexError) as caught:
