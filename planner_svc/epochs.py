@@ -52,6 +52,8 @@ class Epochs:
         """The executor, since the last epoch it was in."""
         self.policy = policy
         """Of the next epoch."""
+        self._good_policy = policy
+        """Of the latest that was opened."""
         self.number = time.time_ns()  # Later than any epoch of a planner before this one.
         self.capacity: Capacity | None = None
         self.estimator: TableEstimator | None = None
@@ -97,7 +99,11 @@ class Epochs:
 
     async def open(self, profile: bool) -> None:
         """Opens the next epoch, with operations measured anew or by what is known. Raises ExecutorLostError."""
-        placement, tables = await self._open(profile or not self._tables.knows(self.policy))
+        try:
+            placement, tables = await self._open(profile or not self._tables.knows(self.policy))
+        except EpochRefusedError:
+            self.policy = self._good_policy  # The next try is to go well.
+            raise
         if tables is None and not self._tables.knows(placement.policy):
             # Not as it was asked for: the CPU attention service, and with it its layers, has gone since.
             placement, tables = await self._open(profile=True)
@@ -123,7 +129,7 @@ class Epochs:
             block_bytes=placement.host_block_bytes,
             has_cpu_layers=placement.policy is not None and placement.policy.decode_cpu_layers > 0,
         )
-        self.placement = placement
+        self.placement, self._good_policy = placement, self.policy
         if self._policies:
             self._policies.opened(placement, time.monotonic())
         self._log(placement)
@@ -156,7 +162,12 @@ class Epochs:
         if self._policies is None or policy is None:
             return
         before, self.policy = self.policy, policy
-        await self.open(profile=True)
+        try:
+            await self.open(profile=True)
+        except EpochRefusedError as error:
+            logger.warning("no layers will run on the CPU: %s", error)
+            await self.open(profile=False)
+            return
         tables = self._tables.tables(self.placement.policy)
         assert tables is not None
         chosen = await asyncio.to_thread(self._policies.measured, self.placement, tables)

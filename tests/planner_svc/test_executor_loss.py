@@ -318,7 +318,7 @@ async def test_a_first_epoch_that_is_refused_is_explained(
 ) -> None:
     """To callers, in the status, and once in the log; when the cause is gone, service begins."""
     caplog.set_level(logging.WARNING)
-    rig = await start_rig(FakeExecutor(epoch_refusal="no room for 7 bytes"), ready=False)
+    rig = await start_rig(FakeExecutor(refuses_epoch=lambda request: "no room for 7 bytes"), ready=False)
     await rig.until(lambda: len(rig.executor.epochs) >= 2)
     code, reason, error = await refused(rig.stub.Generate(request()))
     assert (code, reason) == (grpc.StatusCode.UNAVAILABLE, "LOADING")
@@ -326,10 +326,20 @@ async def test_a_first_epoch_that_is_refused_is_explained(
     assert (await refused(rig.stub.GetModelInfo(pb.GetModelInfoRequest())))[2].details() == error.details()
     assert await why_not_ready(rig) == error.details()
     assert [record.getMessage() for record in caplog.records] == ["not ready: no room for 7 bytes"]
-    rig.executor.epoch_refusal = ""
+    rig.executor.refuses_epoch = lambda request: ""
     await rig.until_ready()
     assert await why_not_ready(rig) == ""
     assert (await counters(rig)).executor_losses == 0
+
+
+async def test_a_policy_that_is_refused_gives_way_to_the_one_before(start_rig: StartRig) -> None:
+    rig = await start_rig(slow(host_blocks=100), FakeHost())
+    streams, got = await begin(rig)
+    rig.executor.refuses_epoch = lambda request: "no room" if request.policy.decode_cpu_layers else ""
+    rig.server._loop.change_policy(ExecutionPolicy(1, 1, 1))
+    for text, tokens, rest in zip(TEXTS, got, await asyncio.gather(*map(collect, streams)), strict=True):
+        assert tokens + tokens_of(rest) == answer_of(rig, text, 40)
+    assert [epoch.policy.decode_cpu_layers for epoch in rig.executor.epochs] == [0, 1, 0]
 
 
 async def test_another_model_is_not_served(start_rig: StartRig) -> None:

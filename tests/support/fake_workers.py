@@ -61,8 +61,8 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
     """Of the model that it says it has read."""
     num_opening: int = 0
     """Epochs that it was asked to open."""
-    epoch_refusal: str = ""
-    """Why it opens no epoch."""
+    refuses_epoch: Callable[[executor_pb2.OpenEpochRequest], str] = lambda request: ""
+    """Why it does not open one."""
     deadly: Callable[[tuple[int, ...], int], bool] = lambda prompt, num_generated: False
     """Whether computing this sequence brings it down; it is back at once."""
     num_deaths: int = 0
@@ -130,8 +130,8 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         self.num_opening += 1
         await asyncio.sleep(self.open_s)
         self.epochs.append(request)
-        if self.epoch_refusal:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, self.epoch_refusal)
+        if refusal := self.refuses_epoch(request):
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, refusal)
         self._epoch = request.epoch
         self.held.clear()
         self._cohort = FakeCohort(self.num_layers, self.block_tokens)
