@@ -101,6 +101,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             resident_layers=executor.resident_layers,
             streamed_layers=len(executor.streamed_layers),
             streamed_bytes=executor.streamed_bytes,
+            model_digest=executor.decoder.spec.digest,
         )
         logger.info(
             "epoch %d: %d of %d layers on the CPU (%d of prompts), %d GPU blocks of %d bytes, "

@@ -186,6 +186,8 @@ class Counters:
     cpu_threads_shrunk: int
     cached_tokens: int
     """Of prompts, found in the prefix cache."""
+    executor_losses: int
+    """Times gpu_svc was lost while it was to serve."""
 
     @property
     def offloading_iterations(self) -> int:
@@ -274,6 +276,8 @@ class ServerInfo:
     """One for each CPU attention service, in the order of the configuration."""
     calibration: CalibrationFactors | None = None
     """None before the executor's first epoch."""
+    not_ready: str = ""
+    """Why no request would be served now; empty where one would be."""
 
 
 @dataclass(frozen=True, slots=True)

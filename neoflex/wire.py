@@ -235,6 +235,7 @@ def server_info(response: pb.GetServerInfoResponse) -> ServerInfo:
             for pool in response.host_pools
         ),
         calibration=_calibration(response.calibration) if response.HasField("calibration") else None,
+        not_ready=response.not_ready,
     )
 
 

@@ -4,12 +4,14 @@ No I/O: ExecutorLoop moves plans and results, the servicer moves messages. All m
 """
 
 import asyncio
+import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from itertools import zip_longest
 
 from planner_svc import refusals
+from planner_svc.availability import Availability
 from planner_svc.classes import ServiceClasses
 from planner_svc.counters import ClassTallies, Counters, FinishRate, Load
 from planner_svc.estimator import Estimator, Factors
@@ -37,6 +39,8 @@ STALLED_AFTER_S = 30.0
 _RETRY_S = 1.0
 """When to come back where nothing better is known."""
 
+logger = logging.getLogger(__name__)
+
 
 class Engine:
     """Every accepted request ends exactly once: finished, failed, or withdrawn because its caller has gone."""
@@ -49,9 +53,7 @@ class Engine:
         self._capacity: Capacity | None = None
         self._whole_pools: tuple[int, ...] = ()
         """Blocks of the host pools, as large as any epoch had them: that one is not attached is a passing state."""
-        self._is_open = False
-        self._is_suspended = False
-        self._draining = False
+        self.availability = Availability()
         self._by_request: dict[str, Generation] = {}
         self._by_sequence: dict[int, Generation] = {}
         self._histories: dict[int, History] = {}
@@ -73,12 +75,8 @@ class Engine:
 
     def check_open(self, request_id: str) -> None:
         """Raises ServiceError where a request with this id would be refused now, whatever it holds."""
-        if self._draining:
-            raise unavailable("DRAINING", "the server is shutting down", _RETRY_S)
-        if self._scheduler is None or not self._is_open:
-            raise unavailable(
-                "LOADING", "the model is being loaded, or its executor has been lost and is awaited", _RETRY_S
-            )
+        self.availability.check()
+        assert self._scheduler is not None
         if request_id in self._by_request:
             raise already_exists("REQUEST_ID_IN_USE", f"request {request_id!r} is running")
         if self._scheduler.num_waiting >= self._max_waiting:
@@ -134,6 +132,16 @@ class Engine:
         return tuple(generation.request.request_id for generation in found)
 
     @property
+    def has_requests(self) -> bool:
+        """Whether any is in hand."""
+        return bool(self._by_request)
+
+    @property
+    def grammars(self) -> set[str]:
+        """That requests in hand are bound to."""
+        return {generation.request.sampling.grammar for generation in self._by_request.values()} - {""}
+
+    @property
     def room_tokens(self) -> int:
         """Tokens of prompt and answer that the KV cache has room for in one sequence."""
         # The last token is sent and never attended: it needs no room.
@@ -150,8 +158,7 @@ class Engine:
             lost = self._scheduler.reset(capacity, estimator, epoch)
         self._capacity = capacity
         self._whole_pools = tuple(map(max, zip_longest(self._whole_pools, capacity.host_pools, fillvalue=0)))
-        self._is_open = True
-        self._is_suspended = False
+        self.availability.open()
         self._last_progress_s = time.monotonic()
         text = "the request fits nowhere without a CPU attention service that was lost"
         for sequence_id in lost:
@@ -161,11 +168,30 @@ class Engine:
 
     def suspend(self) -> None:
         """One epoch is over and the next is being opened: requests wait, and waiting is no stall."""
-        self._is_suspended = True
+        self.availability.is_suspended = True
+
+    def lose_executor(self, running: Collection[int], is_certain: bool) -> None:
+        """There is no executor: requests in hand wait for `open`, or for `close`, and new ones are refused.
+
+        `running`: sequences that it was computing. Not certain: something else may have brought it down.
+        """
+        self.availability.close()
+        self.counters.executor_losses += 1
+        self.changed.set()
+        self.note_failure(running, is_certain)
+
+    def note_failure(self, running: Collection[int], is_certain: bool = True) -> None:
+        """What the executor was computing is lost. Ends those that it fails at time and again; all others wait."""
+        if self._scheduler is None:
+            return
+        for sequence_id, verdict in self._scheduler.lose(running, is_certain):
+            generation = self._by_sequence[sequence_id]
+            logger.error("request %s ends: the executor fails at it", generation.request.request_id)
+            self._fail(generation, refusals.not_computed_again(verdict))
 
     def close(self, error: ServiceError) -> None:
         """No executor: every request fails, and new ones are refused until `open`."""
-        self._is_open = False
+        self.availability.close()
         self.changed.set()
         self.fail_all(error)
 
@@ -207,6 +233,10 @@ class Engine:
         for sequence_id, message in result.grammar_failures.items():
             if generation := self._by_sequence.get(sequence_id):
                 self._fail(generation, invalid_argument("request.constraint", message, "CONSTRAINT_FAILED"))
+        for sequence_id in result.not_finite:
+            if generation := self._by_sequence.get(sequence_id):
+                self._scheduler.forget_content(sequence_id)
+                self._fail(generation, refusals.not_finite())
         tokens = self._scheduler.apply(result, self._last_progress_s).tokens
         for token in tokens:
             if token.finish:  # The scheduler forgets it with the next plan.
@@ -231,20 +261,29 @@ class Engine:
 
     def drain(self) -> None:
         """Accepts nothing more; `idle` tells when the requests in hand have ended."""
-        self._draining = True
+        self.availability.is_draining = True
         self.changed.set()
 
     # --- what health and load balancers ask
 
     def is_alive(self) -> bool:
         """False where there is work and none of it has got ahead for STALLED_AFTER_S."""
-        waits = self._is_open and not self._is_suspended and bool(self._by_request)
+        waits = self.availability.is_open and not self.availability.is_suspended and bool(self._by_request)
         return not waits or time.monotonic() - self._last_progress_s < STALLED_AFTER_S
 
     def is_ready(self) -> bool:
         """Whether a request would be served now."""
-        # Without a tier there is no room: a host-only server whose CPU attention service is lost.
-        return self._is_open and not self._draining and self.room_tokens > 1 and self.is_alive()
+        return not self.why_not_ready()
+
+    def why_not_ready(self) -> str:
+        """In words; empty where a request would be served now."""
+        if self.availability.is_draining:
+            return "the server is shutting down"
+        if not self.availability.is_open:
+            return self.availability.what_is_awaited
+        if self.room_tokens <= 1:
+            return "no CPU attention service is attached, and the GPU has no KV cache"
+        return "" if self.is_alive() else f"no iteration has ended for {STALLED_AFTER_S:g} s"
 
     def load(self) -> Load:
         scheduler, capacity = self._scheduler, self._capacity

@@ -43,7 +43,9 @@ def _table(address: str, model: ModelInfo, server: ServerInfo, load: Load) -> Ta
     table.add_row("context", f"{model.context_tokens:,} tokens")
     table.add_row("device", f"{server.device}, computes in {model.compute_dtype}")
     table.add_row("CPU attention threads", _threads(server))
-    table.add_row("up for", f"{server.uptime_s:,.0f} s", end_section=True)
+    table.add_row("up for", f"{server.uptime_s:,.0f} s", end_section=not server.not_ready)
+    if server.not_ready:
+        table.add_row("not ready", server.not_ready, end_section=True)
     on_gpu = _tier(load.gpu_blocks_used, load.gpu_blocks_total, server.block_bytes)
     on_host = _tier(load.host_blocks_used, load.host_blocks_total, server.host_block_bytes)
     table.add_row("KV on the GPU", f"{on_gpu} in {model.kv_dtype}")
