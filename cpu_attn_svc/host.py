@@ -151,6 +151,18 @@ class AttentionHost:
         self._layers = None  # Not two at a time.
         self._layers = CpuLayers.load(self._model_source, num_layers, wanted, self._threads)
 
+    @property
+    def is_in_use(self) -> bool:
+        """Whether an executor has the region mapped."""
+        session = self._session
+        return session is not None and session.is_open and session.is_attached
+
+    @property
+    def computing_s(self) -> float:
+        """For how long it has been computing in a single layer; 0 while it waits or is idle."""
+        session = self._session
+        return session.computing_s if session else 0.0
+
     def close_region(self) -> None:
         """Gives up what runs."""
         session, self._session = self._session, None

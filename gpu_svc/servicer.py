@@ -1,6 +1,7 @@
 """ExecutorService: takes plans off the wire, has them run in order on the executor's thread, sends results up."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
@@ -29,13 +30,15 @@ from gpu_svc.wire import (
 from neoflex.v1 import executor_pb2 as pb
 from neoflex.v1 import executor_pb2_grpc
 from svc_common.decoder.dtypes import dtype_name
-from svc_common.errors import FieldViolation, failed_precondition, invalid_argument, invalid_arguments
-from svc_common.plan import ExecutionError, IterationResult
+from svc_common.errors import FieldViolation, failed_precondition, invalid_argument, invalid_arguments, unavailable
+from svc_common.plan import ExecutionError, IterationPlan, IterationResult
+from svc_common.plan_text import plan_text
 from svc_common.policy import ExecutionPolicy
 from svc_common.tensor_plane import PlaneError
 
 # One runs and one waits; a planner that sends more is held back by the stream.
 _MAX_PENDING_PLANS = 4
+_LOADING_RETRY_S = 1.0
 
 logger = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -45,12 +48,71 @@ T = TypeVar("T")
 class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
     """Thin: the executor decides nothing and this decides less."""
 
-    def __init__(self, executor: Executor, thread: ThreadExecutor, cpu_attention_addresses: Sequence[str]) -> None:
-        """`thread` has one worker, the only one to touch `executor`. Addresses: of all CPU attention services."""
-        self._executor = executor
+    def __init__(
+        self, executor: Executor | None, thread: ThreadExecutor, cpu_attention_addresses: Sequence[str]
+    ) -> None:
+        """`thread` has one worker, the only one to touch `executor`. Addresses: of all CPU attention services.
+
+        Without an executor all calls are answered UNAVAILABLE until `take` brings one.
+        """
+        self._taken = executor
         self._thread = thread
         self._cpu_attention_addresses = tuple(cpu_attention_addresses)
         self._opening = asyncio.Lock()
+        self._is_stopping = False
+        self._num_streams = 0
+        self._free = asyncio.Event()
+        """Set while no planner has a stream of plans open."""
+        self._free.set()
+        self._running: tuple[IterationPlan, float] | None = None
+        """The plan that runs and since when, by time.monotonic()."""
+
+    def take(self, executor: Executor) -> None:
+        """The model is loaded."""
+        self._taken = executor
+
+    @property
+    def _executor(self) -> Executor:
+        """Raises ServiceError while the model is being loaded."""
+        if self._taken is None:
+            raise unavailable("LOADING", "the model is being loaded", _LOADING_RETRY_S)
+        return self._taken
+
+    @property
+    def running_s(self) -> float:
+        """For how long an iteration has been running; 0 where none is."""
+        running = self._running
+        return time.monotonic() - running[1] if running else 0.0
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a planner may come."""
+        return self._taken is not None and not self._is_stopping
+
+    def stall(self, stall_s: float) -> str | None:
+        """What does not move though it should; an epoch that is being opened may take minutes."""
+        running, running_s = self._running, self.running_s
+        return (
+            f"iteration {running[0].iteration} runs for {running_s:.1f} s" if running and running_s > stall_s else None
+        )
+
+    def report(self) -> str:
+        """What it does and holds, for its watchdog."""
+        if self._taken is None:
+            return "the model is being loaded"
+        running = self._running
+        runs = f"runs for {self.running_s:.1f} s: {plan_text(running[0])}" if running else "no iteration runs"
+        return f"{runs}\n{self._taken.status()}\n{self._num_streams} streams of plans; stopping {self._is_stopping}"
+
+    def begin_stop(self) -> None:
+        """From here on the planner is told that it should let go."""
+        self._is_stopping = True
+
+    async def released(self, timeout_s: float) -> None:
+        """Returns once no planner has a stream of plans open, or when time is up."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._free.wait()
 
     async def OpenEpoch(self, request: pb.OpenEpochRequest, context: Context) -> pb.OpenEpochResponse:
         _check_open_epoch(request)
@@ -161,32 +223,42 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
     async def Execute(
         self, request_iterator: AsyncIterator[pb.ExecuteRequest], context: Context
     ) -> AsyncIterator[pb.ExecuteResponse]:
+        run = partial(self._run, self._executor)
         pending: asyncio.Queue[asyncio.Future[IterationResult] | None] = asyncio.Queue(_MAX_PENDING_PLANS)
 
         async def take_plans() -> None:
             try:
                 async for request in request_iterator:
-                    await pending.put(self._in_thread(partial(self._run, request.plan, time.perf_counter_ns())))
+                    await pending.put(self._in_thread(partial(run, request.plan, time.perf_counter_ns())))
             except Exception:
                 await pending.put(None)
                 raise
             await pending.put(None)
 
         reader = asyncio.create_task(take_plans())
+        self._num_streams += 1
+        self._free.clear()
         try:
             while (future := await pending.get()) is not None:
                 yield pb.ExecuteResponse(result=result_to_pb(await future))
             await reader
         finally:
             reader.cancel()
+            self._num_streams -= 1
+            if not self._num_streams:
+                self._free.set()
 
-    def _run(self, message: pb.IterationPlan, received_ns: int) -> IterationResult:
+    def _run(self, executor: Executor, message: pb.IterationPlan, received_ns: int) -> IterationResult:
         """On the executor's thread, so that a plan is read while none runs beside it and in its turn."""
         try:
             plan = plan_from_pb(message)
         except InvalidPlanError as error:
-            return self._executor.fail(message.epoch, message.iteration, ExecutionError.INVALID_PLAN, str(error))
-        return self._executor.run(plan, received_ns)
+            return executor.fail(message.epoch, message.iteration, ExecutionError.INVALID_PLAN, str(error))
+        self._running = plan, time.monotonic()
+        try:
+            return executor.run(plan, received_ns)
+        finally:
+            self._running = None
 
     async def CompileGrammar(self, request: pb.CompileGrammarRequest, context: Context) -> pb.CompileGrammarResponse:
         if self._executor.grammars is None or not self._executor.grammars.end_token_ids:
@@ -200,7 +272,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
     async def GetExecutorStatus(
         self, request: pb.GetExecutorStatusRequest, context: Context
     ) -> pb.GetExecutorStatusResponse:
-        return status_to_pb(self._executor.status(), self._memory(), os.getpid())
+        return status_to_pb(self._executor.status(), self._memory(), os.getpid(), self._is_stopping)
 
     def _memory(self) -> pb.DeviceMemory | None:
         memory = self._executor.memory

@@ -186,6 +186,7 @@ class Counters:
     cpu_threads_shrunk: int
     cached_tokens: int
     """Of prompts, found in the prefix cache."""
+    stalls: int
 
     @property
     def offloading_iterations(self) -> int:

@@ -5,7 +5,7 @@ No I/O: ExecutorLoop moves plans and results, the servicer moves messages. All m
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import zip_longest
 
@@ -23,6 +23,7 @@ from planner_svc.scheduler import (
     LateError,
     ModePolicy,
     Scheduler,
+    Sequence,
     SequenceRequest,
     TokenEvent,
 )
@@ -32,8 +33,6 @@ from svc_common.errors import ServiceError, already_exists, invalid_argument, un
 from svc_common.model.tokenizer import Tokenizer
 from svc_common.plan import IterationPlan, IterationResult
 
-STALLED_AFTER_S = 30.0
-"""Longer than any iteration plausibly takes."""
 _RETRY_S = 1.0
 """When to come back where nothing better is known."""
 
@@ -41,8 +40,17 @@ _RETRY_S = 1.0
 class Engine:
     """Every accepted request ends exactly once: finished, failed, or withdrawn because its caller has gone."""
 
-    def __init__(self, tokenizer: Tokenizer, mode: ModePolicy, max_waiting: int, classes: ServiceClasses) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        mode: ModePolicy,
+        max_waiting: int,
+        classes: ServiceClasses,
+        stalled_after_s: float = 30.0,
+    ) -> None:
+        """`stalled_after_s`: longer than any iteration plausibly takes."""
         self._tokenizer = tokenizer
+        self._stalled_after_s = stalled_after_s
         self._mode = mode
         self._max_waiting = max_waiting
         self._scheduler: Scheduler | None = None
@@ -58,6 +66,8 @@ class Engine:
         """Of sequences that have ended in the scheduler while their last tokens are still to be delivered."""
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._last_progress_s = 0.0
+        self.last_plan: IterationPlan | None = None
+        self.last_result: IterationResult | None = None
         self._finish_rate = FinishRate()
         self.counters = Counters()
         self.classes = ClassTallies(classes.by_name)
@@ -185,6 +195,7 @@ class Engine:
         start_ns = time.monotonic_ns()
         plan = self._scheduler.plan(start_ns * 1e-9)
         self.counters.planning_ns += time.monotonic_ns() - start_ns
+        self.last_plan = plan or self.last_plan
         return plan
 
     @property
@@ -200,6 +211,7 @@ class Engine:
         """Advances the sequences; the tokens are still to be delivered. The result is no failure."""
         assert self._scheduler is not None
         self._last_progress_s = time.monotonic()
+        self.last_result = result
         self.counters.add(result)
         for sequence_id, part in result.prompt_logprobs:
             if generation := self._by_sequence.get(sequence_id):
@@ -236,10 +248,24 @@ class Engine:
 
     # --- what health and load balancers ask
 
-    def is_alive(self) -> bool:
-        """False where there is work and none of it has got ahead for STALLED_AFTER_S."""
+    @property
+    def is_draining(self) -> bool:
+        return self._draining
+
+    @property
+    def num_requests(self) -> int:
+        """In hand."""
+        return len(self._by_request)
+
+    @property
+    def standing_s(self) -> float:
+        """For how long there has been work and none of it got ahead; 0 where there is nothing to do."""
         waits = self._is_open and not self._is_suspended and bool(self._by_request)
-        return not waits or time.monotonic() - self._last_progress_s < STALLED_AFTER_S
+        return time.monotonic() - self._last_progress_s if waits else 0.0
+
+    def is_alive(self) -> bool:
+        """False where it has stood for too long."""
+        return self.standing_s < self._stalled_after_s
 
     def is_ready(self) -> bool:
         """Whether a request would be served now."""
@@ -261,6 +287,13 @@ class Engine:
             pool_blocks_used=scheduler.pool_blocks_used,
             classes=self.classes.loads(scheduler.num_waiting_of),
         )
+
+    @property
+    def sequences(self) -> Iterator[tuple[Sequence, str]]:
+        """Those in hand with their requests' ids, in order of arrival."""
+        for sequence in self._scheduler.sequences if self._scheduler else ():
+            generation = self._by_sequence.get(sequence.sequence_id)
+            yield sequence, generation.request.request_id if generation else ""
 
     def scheduler_counters(self) -> SchedulerCounters:
         """What the scheduler has counted since the planner started."""

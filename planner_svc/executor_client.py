@@ -4,6 +4,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 
 import grpc
+from google.protobuf import text_format
+from google.protobuf.message import Message
 
 from neoflex.v1 import cpu_attention_pb2, cpu_attention_pb2_grpc, executor_pb2, executor_pb2_grpc
 from planner_svc import wire
@@ -124,14 +126,34 @@ class ExecutorClient:
         self._stub = executor_pb2_grpc.ExecutorServiceStub(self._channel)  # type: ignore[no-untyped-call]
 
     async def last_epoch(self, timeout_s: float) -> int:
-        """The latest epoch that gpu_svc has seen; waits up to `timeout_s` for the service."""
+        """The latest epoch that gpu_svc has seen; waits up to `timeout_s` for the service, which must not be ending."""
         try:
-            status = await self._stub.GetExecutorStatus(
-                executor_pb2.GetExecutorStatusRequest(), timeout=timeout_s, wait_for_ready=True
-            )
+            status = await self._status(timeout_s, wait_for_ready=True)
         except grpc.aio.AioRpcError as error:
             raise _lost(error) from error
+        if status.stopping:
+            raise ExecutorLostError("it has been told to stop")
         return int(status.epoch)
+
+    async def is_stopping(self) -> bool:
+        """Whether it has been told to stop; False where it does not answer."""
+        try:
+            return bool((await self._status(_PROBE_S)).stopping)
+        except grpc.aio.AioRpcError:
+            return False
+
+    async def describe(self) -> str:
+        """What it says of itself, in one line."""
+        try:
+            return _one_line(await self._status(_PROBE_S))
+        except grpc.aio.AioRpcError as error:
+            return f"no answer: {error.code().name}"
+
+    async def _status(self, timeout_s: float, wait_for_ready: bool = False) -> executor_pb2.GetExecutorStatusResponse:
+        status: executor_pb2.GetExecutorStatusResponse = await self._stub.GetExecutorStatus(
+            executor_pb2.GetExecutorStatusRequest(), timeout=timeout_s, wait_for_ready=wait_for_ready
+        )
+        return status
 
     async def open_epoch(
         self, epoch: int, limits: EpochLimits, profile: bool, policy: ExecutionPolicy | None
@@ -227,6 +249,8 @@ class HostStatus:
     num_threads: int
     max_threads: int
     """That it allows."""
+    is_stopping: bool = False
+    """Told to: it ends once it is let go."""
 
 
 class HostClient:
@@ -245,14 +269,25 @@ class HostClient:
         Raises TimeoutError where it is too slow to answer: busy, perhaps, and so not known to be lost.
         """
         try:
-            status = await self._stub.GetCpuAttentionStatus(
-                cpu_attention_pb2.GetCpuAttentionStatusRequest(), timeout=_PROBE_S
-            )
+            status = await self._status()
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise TimeoutError from error
             return None
-        return HostStatus(status.epoch, status.num_threads, status.max_threads)
+        return HostStatus(status.epoch, status.num_threads, status.max_threads, status.stopping)
+
+    async def describe(self) -> str:
+        """What it says of itself, in one line."""
+        try:
+            return _one_line(await self._status())
+        except grpc.aio.AioRpcError as error:
+            return f"no answer: {error.code().name}"
+
+    async def _status(self) -> cpu_attention_pb2.GetCpuAttentionStatusResponse:
+        status: cpu_attention_pb2.GetCpuAttentionStatusResponse = await self._stub.GetCpuAttentionStatus(
+            cpu_attention_pb2.GetCpuAttentionStatusRequest(), timeout=_PROBE_S
+        )
+        return status
 
     async def set_threads(self, num_threads: int) -> None:
         """From the next iteration on. Raises ThreadsUnchangedError where that is not certain."""
@@ -263,6 +298,11 @@ class HostClient:
 
     async def close(self) -> None:
         await self._channel.close(grace=None)
+
+
+def _one_line(message: Message) -> str:
+    """Fields that are not 0."""
+    return text_format.MessageToString(message, as_one_line=True)
 
 
 def _lost(error: grpc.aio.AioRpcError) -> ExecutorLostError:

@@ -43,6 +43,13 @@ class EpochEnd(Enum):
     HOST_BACK = "a CPU attention service can be attached again"
     FAILED = "an iteration failed"
     POLICY = "layers are to run elsewhere"
+    HOST_STOPS = "a CPU attention service has been told to stop"
+    EXECUTOR_STOPS = "the executor has been told to stop"
+
+    @property
+    def takes_results(self) -> bool:
+        """Whether what runs and what waits is still worth having: nobody is lost."""
+        return self not in (EpochEnd.HOST_LOST, EpochEnd.FAILED)
 
 
 class ExecutorLoop:
@@ -86,6 +93,7 @@ class ExecutorLoop:
     async def run(self) -> None:
         """Never returns; to be cancelled."""
         watchers = [asyncio.create_task(self._watch_host(pool)) for pool in range(len(self._watches))]
+        watchers.append(asyncio.create_task(self._watch_executor()))
         try:
             while True:
                 await self._serve_until_lost()
@@ -101,8 +109,9 @@ class ExecutorLoop:
             await self._prepare(profile=True)
             await self._choose_first_policy()
             self._hand_over()
-            while True:
-                await self._next_epoch(await self._drive())
+            while (end := await self._drive()) is not EpochEnd.EXECUTOR_STOPS:
+                await self._next_epoch(end)
+            raise ExecutorLostError(end.value)
         except ExecutorLostError as error:
             logger.error("executor lost: %s", error)
             self._engine.close(unavailable("EXECUTOR_LOST", "the executor was lost; it is awaited", _RETRY_S))
@@ -115,13 +124,16 @@ class ExecutorLoop:
         if self.placement is None:
             for watch in self._watches:
                 await watch.until_it_answers()
+        said = ""
         while True:
             try:
                 # Later than what another planner with a faster clock may have opened.
                 self._epoch = max(self._epoch, await self._executor.last_epoch(_CONNECT_S))
                 return
             except ExecutorLostError as error:
-                logger.info("waiting for the executor: %s", error)
+                if said != str(error):
+                    said = str(error)
+                    logger.info("waiting for the executor: %s", error)
                 await asyncio.sleep(_RETRY_S)
 
     async def _open(self, profile: bool) -> None:
@@ -197,7 +209,7 @@ class ExecutorLoop:
         logger.warning("epoch %d ends: %s", self._epoch, end.value)
         if end is EpochEnd.FAILED:
             self._engine.fail_all(unavailable("EXECUTION_FAILED", "the executor failed at an iteration", _RETRY_S))
-        if end is EpochEnd.HOST_LOST:
+        if end in (EpochEnd.HOST_LOST, EpochEnd.HOST_STOPS):
             await self._lose_hosts()
         self._engine.suspend()
         # Tables measured without the host say nothing about attention there.
@@ -275,7 +287,7 @@ class ExecutorLoop:
             self._engine.wake.clear()
             tokens: list[TokenEvent] = []
             end = self._requested_end
-            while results and end is None:
+            while results and (end is None or end.takes_results):
                 result = results.popleft()
                 if isinstance(result, Exception):
                     self._engine.deliver(tokens)
@@ -296,7 +308,7 @@ class ExecutorLoop:
                 await stream.send(replace(next_plan, trace=True) if self._traces.are_wanted else next_plan)
                 in_flight.append(next_plan)
             self._engine.deliver(tokens)
-            if end is not None:
+            if end is not None and not (end.takes_results and in_flight):
                 return end
 
     async def _read(self, stream: PlanStream, results: "deque[IterationResult | Exception]") -> None:
@@ -335,6 +347,8 @@ class ExecutorLoop:
         """With the service attached: without it there is one policy only. A search may take a second."""
         if self._policies is None:
             return
+        if self._engine.is_draining:
+            return
         policy = await asyncio.to_thread(self._policies.consider, self._engine.demand, time.monotonic())
         if policy is not None and self._epoch == epoch:
             self.change_policy(policy)
@@ -348,13 +362,44 @@ class ExecutorLoop:
             if status is None or status.region_epoch != self._epoch:
                 self._lost_pools.add(pool)
                 self._request_end(EpochEnd.HOST_LOST)
+            elif watch.must_be_let_go(status) and not self._engine.is_draining:
+                self._lost_pools.add(pool)
+                self._request_end(EpochEnd.HOST_STOPS)
             else:
                 watch.cores.note(status)
                 self.placement = self.placement.with_pool(
                     pool, num_threads=status.num_threads, thread_limits=watch.cores.limits
                 )
-        elif status is not None and watch.may_be_attached and self._requested_end is None:
+        elif status is not None and self._may_attach(watch, status):
             self._request_end(EpochEnd.HOST_BACK)
+
+    def _may_attach(self, watch: HostWatch, status: HostStatus) -> bool:
+        """Whether it is worth a new epoch."""
+        is_wanted = self._requested_end is None and not self._engine.is_draining
+        return is_wanted and not status.is_stopping and watch.may_be_attached
+
+    # --- the executor
+
+    async def _watch_executor(self) -> None:
+        """Each second: has it been told to stop, and this planner not? Then it gets no more plans, and may end."""
+        was_stopping = False
+        while True:
+            await asyncio.sleep(PROBE_EVERY_S)
+            epoch, is_stopping = self._epoch, self._driving and await self._executor.is_stopping()
+            if is_stopping and was_stopping and self._driving and self._epoch == epoch and not self._engine.is_draining:
+                self._request_end(EpochEnd.EXECUTOR_STOPS)
+            was_stopping = is_stopping
+
+    async def describe(self) -> str:
+        """What the other services say of themselves, a line each."""
+        lines = await asyncio.gather(self._executor.describe(), *(watch.describe() for watch in self._watches))
+        return "\n".join([f"executor: {lines[0]}", *(f"CPU attention at {line}" for line in lines[1:])])
+
+    @property
+    def state_text(self) -> str:
+        """In one line."""
+        ends = f", ends: {self._requested_end.value}" if self._requested_end else ""
+        return f"epoch {self._epoch}, {'driving' if self._driving else 'between two epochs'}{ends}"
 
     def _request_end(self, end: EpochEnd) -> None:
         self._requested_end = end

@@ -107,6 +107,7 @@ def counters_message(counters: Counters, scheduler: SchedulerCounters) -> pb.Ser
         planning_ns=counters.planning_ns,
         cpu_threads_grown=counters.cpu_threads_grown,
         cpu_threads_shrunk=counters.cpu_threads_shrunk,
+        stalls=counters.stalls,
     )
 
 

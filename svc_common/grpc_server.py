@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import logging
 import signal
 from collections.abc import Callable, Sequence
 
@@ -33,8 +32,6 @@ CHANNEL_OPTIONS = [
 ]
 LIVENESS = "liveness"
 READINESS = "readiness"
-
-logger = logging.getLogger(__name__)
 
 
 class ListenError(Exception):
@@ -110,8 +107,3 @@ async def until_stop_signal() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         with contextlib.suppress(ValueError):
             loop.remove_signal_handler(number)
-
-
-def configure_logging(service: str) -> None:
-    """Lines of time, service, level and text on standard error."""
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {service} %(levelname)s %(message)s")

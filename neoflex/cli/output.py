@@ -90,6 +90,7 @@ def counter_rows(counters: Counters) -> list[tuple[str, str]]:
         ("CPU attention", f"{counters.cpu_attention_ns / 1e9:.2f} s"),
         ("its threads grown, shrunk", f"{counters.cpu_threads_grown:,}, {counters.cpu_threads_shrunk:,} times"),
         ("planning", f"{counters.planning_ns / 1e9:.2f} s"),
+        ("stalls", f"{counters.stalls:,}"),
     ]
 
 

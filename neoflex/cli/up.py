@@ -17,7 +17,7 @@ from rich.text import Text
 
 from neoflex.cli.output import STARTING, describe_kv, err, explain_device, size, starting
 from neoflex.logs import LogFollower
-from neoflex.supervisor import REQUESTS_END_S, LocalStack
+from neoflex.supervisor import LocalStack
 from svc_common.config import (
     MAX_PORT,
     Config,
@@ -240,7 +240,8 @@ def pin_model(config: Config) -> Config:
 
 @contextmanager
 def run_directory(path: Path | None) -> Iterator[Path]:
-    """The given directory, or a private temporary one, which is kept only where something failed and left logs."""
+    """The given directory, or a private temporary one, which is kept only where something failed and left logs, or
+    where a service wrote its state."""
     if path is not None:
         yield path
         return
@@ -252,6 +253,7 @@ def run_directory(path: Path | None) -> Iterator[Path]:
         keep = any(directory.glob("*.log"))
         raise
     finally:
+        keep = keep or any(directory.glob("*.dump"))
         if keep:
             err.print(f"logs are kept in {directory}", style="dim", markup=False, soft_wrap=True)
         else:
@@ -259,13 +261,14 @@ def run_directory(path: Path | None) -> Iterator[Path]:
 
 
 class _StopSignals:
-    """Counts Ctrl-C, SIGTERM and SIGHUP; from the second one on the services are killed."""
+    """Counts Ctrl-C, SIGTERM and SIGHUP; from the second one on the services are killed. SIGUSR1 goes on to them."""
 
     def __init__(self, stack: LocalStack) -> None:
         self.received = 0
         self._stack = stack
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._handle)
+        signal.signal(signal.SIGUSR1, lambda number, frame: stack.ask_for_dumps())
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.received += 1
@@ -292,7 +295,8 @@ def supervise(stack: LocalStack, quiet: bool) -> None:
             stack.check()
             _print_logs(follower)
             time.sleep(_POLL_S)
-        mercy = f": running requests have {REQUESTS_END_S:g} s to end; a second Ctrl-C stops at once" if ready else ""
+        drain_s = stack.config.planner.drain_s
+        mercy = f": running requests have {drain_s:g} s to end; a second Ctrl-C stops at once" if ready else ""
         err.print(f"stopping{mercy}", style="bold")
     finally:
         stack.stop()

@@ -5,7 +5,7 @@ from planner_svc.scheduler.demand import Demand
 from planner_svc.scheduler.events import Applied, Counters, History, TokenEvent
 from planner_svc.scheduler.limits import Capacity, ModePolicy
 from planner_svc.scheduler.scheduler import Scheduler
-from planner_svc.scheduler.sequence import DEFAULT_CLASS, SequenceRequest, ServiceClass, Targets
+from planner_svc.scheduler.sequence import DEFAULT_CLASS, Sequence, SequenceRequest, ServiceClass, Targets
 
 __all__ = [
     "DEFAULT_CLASS",
@@ -19,6 +19,7 @@ __all__ = [
     "LateError",
     "ModePolicy",
     "Scheduler",
+    "Sequence",
     "SequenceRequest",
     "ServiceClass",
     "Targets",

@@ -18,8 +18,7 @@ from support.stacks import is_running, stand_in_stack, until
 
 from neoflex.logs import last_lines
 from neoflex.processes import RestartPolicy
-from neoflex.supervisor import DRAIN_S, REQUESTS_END_S, LocalStack, StackError
-from planner_svc.__main__ import DRAIN_GRACE_S
+from neoflex.supervisor import LocalStack, StackError
 from svc_common import config
 
 NOT_AGAIN = RestartPolicy(max_restarts=2, first_backoff_s=0.01, max_backoff_s=0.01)
@@ -244,11 +243,6 @@ def test_up_drains_on_the_first_signal(bench: Bench, number: signal.Signals) -> 
     assert "     gpu_svc | hello from gpu_svc" in lines
     assert lines[0] == "starting the services (they load the model and measure this machine) ..."
     assert "stopping: running requests have 30 s to end; a second Ctrl-C stops at once" in lines
-
-
-def test_up_promises_the_time_that_the_planner_gives() -> None:
-    assert REQUESTS_END_S == DRAIN_GRACE_S
-    assert DRAIN_S > DRAIN_GRACE_S
 
 
 def test_up_kills_on_the_second_signal(bench: Bench) -> None:
