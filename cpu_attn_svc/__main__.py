@@ -1,7 +1,6 @@
 """`python -m cpu_attn_svc --config FILE [--index I]`: offers a pool of the host tier, and serves until told to stop."""
 
 import asyncio
-import contextlib
 import logging
 import sys
 
@@ -23,7 +22,7 @@ logger = logging.getLogger(SERVICE)
 
 
 async def serve(config: Config, listen: str, host: AttentionHost) -> None:
-    """Until SIGTERM or SIGINT, and then until the executor lets go of the region or `config.worker_drain_s` are over."""
+    """Until SIGTERM or SIGINT, and then until the executor lets go, for at most `config.worker_drain_s`."""
     full_name = cpu_attention_pb2.DESCRIPTOR.services_by_name["CpuAttentionService"].full_name
     server, servicer = GrpcServer(listen, [full_name]), CpuAttentionServicer(host)
     server.register(cpu_attention_pb2_grpc.add_CpuAttentionServiceServicer_to_server, servicer)
@@ -37,9 +36,7 @@ async def serve(config: Config, listen: str, host: AttentionHost) -> None:
     logger.info("stopping once the executor lets go, within %g s", config.worker_drain_s)
     servicer.is_stopping = True
     await watch.publish_now()
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(config.worker_drain_s):
-            await watch.until_released()
+    await asyncio.to_thread(host.wait_released, config.worker_drain_s)
     watchdog.stop()
     publishing.cancel()
     await server.stop(_STOP_GRACE_S)

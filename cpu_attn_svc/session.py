@@ -65,6 +65,10 @@ class RegionSession:
         worker = self._worker
         return worker.computing_ns / 1e9 if worker else 0.0
 
+    def wait(self, timeout_s: float) -> None:
+        """Returns when the executor has ended or closed the region, or when time is up."""
+        self._thread.join(timeout_s)
+
     def close(self) -> None:
         """Gives up what runs and frees the region. Returns when the thread has ended."""
         self._stop.set()

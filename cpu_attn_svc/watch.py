@@ -10,7 +10,6 @@ from cpu_attn_svc.servicer import CpuAttentionServicer
 from svc_common.grpc_server import GrpcServer
 
 _HEALTH_EVERY_S = 0.5
-_LOOK_EVERY_S = 0.05
 
 
 class HostWatch:
@@ -46,8 +45,3 @@ class HostWatch:
         alive = self.stall() is None
         await self._server.set_alive(alive)
         await self._server.set_ready(alive and not self._servicer.is_stopping)
-
-    async def until_released(self) -> None:
-        """Returns once no executor has the region mapped."""
-        while self._host.is_in_use:
-            await asyncio.sleep(_LOOK_EVERY_S)

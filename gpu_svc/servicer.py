@@ -31,6 +31,7 @@ from neoflex.v1 import executor_pb2 as pb
 from neoflex.v1 import executor_pb2_grpc
 from svc_common.decoder.dtypes import dtype_name
 from svc_common.errors import FieldViolation, failed_precondition, invalid_argument, invalid_arguments, unavailable
+from svc_common.memory import size_text, usable_memory_bytes
 from svc_common.plan import ExecutionError, IterationPlan, IterationResult
 from svc_common.plan_text import plan_text
 from svc_common.policy import ExecutionPolicy
@@ -166,7 +167,11 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             resident_layers=executor.resident_layers,
             streamed_layers=len(executor.streamed_layers),
             streamed_bytes=executor.streamed_bytes,
+            weight_bytes=executor.weight_bytes,
+            buffer_bytes=executor.buffer_bytes,
+            host_weight_bytes=executor.host_weight_bytes,
         )
+        logger.info("%s", _memory_text(response))
         logger.info(
             "epoch %d: %d of %d layers on the CPU (%d of prompts), %d GPU blocks of %d bytes, "
             "%d host blocks of %d bytes%s",
@@ -292,6 +297,20 @@ def _host_pools(host: HostTier | None, errors: Sequence[str]) -> list[pb.HostPoo
         else pb.HostPool(first_block=first, error=error)
         for pool, first, error in zip(host.pools, host.first_blocks, errors, strict=True)
     ]
+
+
+def _memory_text(opened: pb.OpenEpochResponse) -> str:
+    """What this process takes where, beside what it may take."""
+    kv_bytes = opened.gpu_blocks * opened.block_bytes
+    on_device = opened.weight_bytes + opened.buffer_bytes + kv_bytes
+    in_host = opened.host_weight_bytes + (on_device if opened.device == "cpu" else 0)
+    cap = f" of {size_text(opened.memory.memory_bytes)}" if opened.HasField("memory") else ""
+    return (
+        f"on the device: weights {size_text(opened.weight_bytes)}, buffers for streamed weights "
+        f"{size_text(opened.buffer_bytes)}, KV {size_text(kv_bytes)}, together {size_text(on_device)}{cap}; "
+        f"weights in host memory {size_text(opened.host_weight_bytes)}; host memory of this process "
+        f"{size_text(in_host)} of {size_text(usable_memory_bytes())}"
+    )
 
 
 def _check_open_epoch(request: pb.OpenEpochRequest) -> None:

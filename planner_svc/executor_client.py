@@ -98,11 +98,26 @@ class Placement:
     """Whose weights cross the link in each iteration."""
     streamed_bytes: int = 0
     """Of weights, in each iteration."""
+    weight_bytes: int = 0
+    """On the device."""
+    buffer_bytes: int = 0
+    """On the device, that weights are streamed through."""
+    host_weight_bytes: int = 0
+    """Of weights in host memory."""
 
     @property
     def host_blocks(self) -> int:
         """Of all pools."""
         return sum(pool.num_blocks for pool in self.pools)
+
+    @property
+    def gpu_kv_bytes(self) -> int:
+        return self.gpu_blocks * self.block_bytes
+
+    @property
+    def host_kv_bytes(self) -> int:
+        """Of all pools."""
+        return self.host_blocks * self.host_block_bytes
 
     @property
     def errors(self) -> str:
@@ -187,6 +202,9 @@ class ExecutorClient:
             resident_layers=opened.resident_layers,
             streamed_layers=opened.streamed_layers,
             streamed_bytes=opened.streamed_bytes,
+            weight_bytes=opened.weight_bytes,
+            buffer_bytes=opened.buffer_bytes,
+            host_weight_bytes=opened.host_weight_bytes,
         )
         return placement, wire.tables_from_message(opened.tables) if opened.HasField("tables") else None
 

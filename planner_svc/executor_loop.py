@@ -25,6 +25,7 @@ from planner_svc.policy_tables import MakeEstimator, PolicyTables
 from planner_svc.scheduler import Capacity, TokenEvent
 from planner_svc.traces import Traces
 from svc_common.errors import unavailable
+from svc_common.memory import size_text
 from svc_common.plan import ExecutionError, IterationPlan, IterationResult
 from svc_common.policy import ExecutionPolicy
 
@@ -179,6 +180,19 @@ class ExecutorLoop:
         self.placement = placement
         if self._policies:
             self._policies.opened(placement, time.monotonic())
+        logger.info(
+            "on the device weights %s, buffers %s, KV %s; in host memory weights %s, KV %s",
+            *map(
+                size_text,
+                (
+                    placement.weight_bytes,
+                    placement.buffer_bytes,
+                    placement.gpu_kv_bytes,
+                    placement.host_weight_bytes,
+                    placement.host_kv_bytes,
+                ),
+            ),
+        )
         logger.info(
             "epoch %d: %s, %s, KV %s, on the host %s, %d GPU blocks, %s host blocks of %d tokens, "
             "%s CPU attention threads%s%s",

@@ -125,6 +125,16 @@ def pool_messages(placement: Placement) -> list[pb.HostPoolInfo]:
     ]
 
 
+def memory_message(placement: Placement) -> pb.MemoryUse:
+    return pb.MemoryUse(
+        device_weight_bytes=placement.weight_bytes,
+        device_buffer_bytes=placement.buffer_bytes,
+        device_kv_bytes=placement.gpu_kv_bytes,
+        host_weight_bytes=placement.host_weight_bytes,
+        host_kv_bytes=placement.host_kv_bytes,
+    )
+
+
 def load_message(load: Load) -> pb.GetLoadResponse:
     return pb.GetLoadResponse(
         waiting_requests=load.num_waiting,

@@ -148,6 +148,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             response.host_block_bytes = placement.host_block_bytes
             response.gpu_blocks = placement.gpu_blocks
             response.host_pools.extend(messages.pool_messages(placement))
+            response.memory_use.CopyFrom(messages.memory_message(placement))
             response.host_blocks = sum(pool.num_blocks for pool in response.host_pools)
             response.cpu_attention_threads = sum(pool.num_threads for pool in response.host_pools)
             response.cpu_attention_min_threads = sum(pool.min_threads for pool in response.host_pools)

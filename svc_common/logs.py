@@ -87,7 +87,7 @@ def _plain(value: object) -> str:
 
 
 class JsonFormatter(logging.Formatter):
-    """One object: time (UTC), level, service, logger, message, what goes with it, and the exception where there is one."""
+    """One object: time (UTC), level, service, logger, message, what goes with it, and the exception, if any."""
 
     def __init__(self, service: str) -> None:
         super().__init__()

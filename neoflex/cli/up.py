@@ -15,7 +15,7 @@ import typer
 from pydantic import ByteSize
 from rich.text import Text
 
-from neoflex.cli.output import STARTING, describe_kv, err, explain_device, size, starting
+from neoflex.cli.output import STARTING, describe_kv, err, explain_device, memory_rows, starting
 from neoflex.logs import LogFollower
 from neoflex.supervisor import LocalStack
 from svc_common.config import (
@@ -32,6 +32,7 @@ from svc_common.config import (
     parse,
 )
 from svc_common.cores import usable_cores
+from svc_common.memory import size_text, usable_memory_bytes
 from svc_common.model.store import resolve
 
 _POLL_S = 0.1
@@ -61,7 +62,7 @@ _MAX_SERVICES = 16
 def _default(section: type[Section], key: str) -> str:
     """What holds where neither an option nor the file says anything."""
     value = section.model_fields[key].default
-    return size(value) if isinstance(value, ByteSize) else str(value)
+    return size_text(value) if isinstance(value, ByteSize) else str(value)
 
 
 def _setting(section: type[Section], key: str, text: str) -> Any:
@@ -317,6 +318,11 @@ def _print_ready(stack: LocalStack, start_s: float) -> None:
     kv = describe_kv(info, stack.model_info())
     err.print(f"[bold green]ready[/] on [bold]{stack.address}[/] after {start_s:.1f} s: {stack.config.model.name}")
     err.print(f"  device {info.device}, {kv}, mode {stack.config.planner.mode}")
+    if info.memory_use:
+        for place, what in memory_rows(info.memory_use):
+            err.print(f"  {place}: {what}", markup=False)
+        in_host = info.memory_use.host_bytes + (info.memory_use.device_bytes if info.device == "cpu" else 0)
+        err.print(f"  host memory asked for: {size_text(in_host)} of {size_text(usable_memory_bytes())}", markup=False)
     explain_device(info.device, indent=2)
     if stack.http_url:
         err.print(f"  OpenAI-compatible HTTP: {stack.http_url}", markup=False)
