@@ -11,7 +11,7 @@ from neoflex.v1 import cpu_attention_pb2, cpu_attention_pb2_grpc
 from svc_common import config as configuration
 from svc_common.config import Config, ConfigError
 from svc_common.cores import CpuClaim, pinnable_cpus, usable_cores
-from svc_common.grpc_server import GrpcServer, ListenError, until_stop_signal
+from svc_common.grpc_server import GrpcServer, ListenError, StopSignal
 from svc_common.logs import configure_logging
 from svc_common.watchdog import Watchdog
 
@@ -23,6 +23,7 @@ logger = logging.getLogger(SERVICE)
 
 async def serve(config: Config, listen: str, host: AttentionHost) -> None:
     """Until SIGTERM or SIGINT, and then until the executor lets go, for at most `config.worker_drain_s`."""
+    stop = StopSignal()
     full_name = cpu_attention_pb2.DESCRIPTOR.services_by_name["CpuAttentionService"].full_name
     server, servicer = GrpcServer(listen, [full_name]), CpuAttentionServicer(host)
     server.register(cpu_attention_pb2_grpc.add_CpuAttentionServiceServicer_to_server, servicer)
@@ -32,7 +33,7 @@ async def serve(config: Config, listen: str, host: AttentionHost) -> None:
     watchdog.start()
     publishing = asyncio.create_task(watch.publish_health())
     logger.info("listening on %s, %s, up to %d threads", server.address, host.instruction_set, host.max_threads)
-    await until_stop_signal()
+    await stop.wait()
     logger.info("stopping once the executor lets go, within %g s", config.worker_drain_s)
     servicer.is_stopping = True
     await watch.publish_now()

@@ -9,7 +9,7 @@ from gateway_svc.keys import KeysError
 from gateway_svc.server import GatewayServer
 from svc_common import config as configuration
 from svc_common.config import Config, GatewayConfig
-from svc_common.grpc_server import ListenError, until_stop_signal
+from svc_common.grpc_server import ListenError, StopSignal
 from svc_common.logs import configure_logging
 from svc_common.watchdog import Watchdog
 
@@ -36,6 +36,7 @@ class GatewayWatch:
 
 async def serve(config: Config) -> None:
     """Until SIGTERM or SIGINT, and then until the answers in hand have ended."""
+    stop = StopSignal()
     gateway = config.gateway or GatewayConfig()
     server = GatewayServer(gateway, config.planner.listen, config.gateway_drain_s, config.logging.access)
     await server.start()
@@ -44,7 +45,7 @@ async def serve(config: Config) -> None:
     logger.info("listening on %s, planner at %s", server.address, config.planner.listen)
     if gateway.api_keys_file is None and not _is_local(server.address):
         logger.warning("whoever reaches %s may call: gateway.api_keys_file is not set", server.address)
-    await until_stop_signal()
+    await stop.wait()
     logger.info("draining: %d requests in hand, %g s for them", server.num_running, config.gateway_drain_s)
     await server.stop()
     watchdog.stop()

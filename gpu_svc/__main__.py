@@ -25,7 +25,7 @@ from svc_common.cores import usable_cores
 from svc_common.decoder.checkpoint import CheckpointError, open_model
 from svc_common.decoder.dtypes import DTYPES, KV_DTYPES, choose_compute_dtype, default_kv_dtype, dtype_name
 from svc_common.decoder.layer_file import LayerFileError
-from svc_common.grpc_server import GrpcServer, ListenError, until_stop_signal
+from svc_common.grpc_server import GrpcServer, ListenError, StopSignal
 from svc_common.logs import configure_logging
 from svc_common.memory import check_fits_memory, usable_memory_bytes
 from svc_common.model.spec import ModelSpec, UnsupportedModelError
@@ -184,6 +184,7 @@ def table_cache(config: Config) -> TableCache | None:
 
 async def _serve(config: Config) -> None:
     """Listens before the model is loaded, so that those who ask hear that it is not ready. Raises _CANNOT_START."""
+    stop = StopSignal()
     # torch keeps its number of threads per thread.
     with ThreadPoolExecutor(1, "executor", torch.set_num_threads, (_num_threads(config),)) as thread:
         service_name = executor_pb2.DESCRIPTOR.services_by_name["ExecutorService"].full_name
@@ -195,7 +196,7 @@ async def _serve(config: Config) -> None:
         watch = ExecutorWatch(server, servicer, config.planner.watchdog_s)
         watchdog = Watchdog(SERVICE, watch, config.planner.watchdog_s, config.logging)
         watchdog.start()
-        stopped = asyncio.create_task(until_stop_signal())
+        stopped = asyncio.create_task(stop.wait())
         publishing = asyncio.create_task(watch.publish_health())
         try:
             executor = await _loaded(config, thread, stopped)

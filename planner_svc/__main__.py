@@ -11,7 +11,7 @@ from planner_svc.server import SERVICE, PlannerServer
 from planner_svc.servicer import ServedModel
 from svc_common import config as configuration
 from svc_common.config import Config, ConfigError
-from svc_common.grpc_server import ListenError, until_stop_signal
+from svc_common.grpc_server import ListenError, StopSignal
 from svc_common.logs import configure_logging
 from svc_common.model.chat_template import ChatTemplateError
 from svc_common.model.read_spec import read_spec
@@ -71,10 +71,11 @@ def _version() -> str:
 
 async def serve(config: Config, model: ServedModel) -> None:
     """Until SIGTERM or SIGINT, and then until the requests in hand have ended."""
+    stop = StopSignal()
     server = PlannerServer(config, model)
     await server.start()
     logger.info("listening on %s, model %s, mode %s", server.address, model.name, config.planner.mode)
-    await until_stop_signal()
+    await stop.wait()
     drain_s = config.planner.drain_s
     logger.info("draining: %d requests in hand, %g s for them", server.num_requests, drain_s)
     await server.stop(drain_s)

@@ -27,8 +27,8 @@ def log_about(request_id: str) -> None:
 
 
 def fields(**values: object) -> dict[str, object]:
-    """For `extra` of a call: values that go with its message by name. None stands for nothing to tell."""
-    return {"fields": {name: value for name, value in values.items() if value is not None}}
+    """For `extra` of a call: what goes with its message by name. None stands for nothing to tell."""
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _of_request() -> Mapping[str, object]:
@@ -48,7 +48,7 @@ def _of_span() -> Mapping[str, object]:
 
 
 class ContextFilter(logging.Filter):
-    """Gives each record `context`: its own fields after those of all sources. Handlers of any kind may have it."""
+    """Gives each record what its task knows: attributes of the record, as if they came as `extra`, which win."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,16 +56,18 @@ class ContextFilter(logging.Filter):
         """May be added to."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if not hasattr(record, "context"):
-            own: Mapping[str, object] = getattr(record, "fields", {})
-            context: dict[str, object] = {}
-            for source in self.sources:
-                context.update(source())
-            record.context = {**context, **own}
+        for source in self.sources:
+            vars(record).update({name: value for name, value in source().items() if not hasattr(record, name)})
         return True
 
 
 CONTEXT = ContextFilter()
+_OWN_ATTRIBUTES = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName", "color_message"}
+
+
+def _context(record: logging.LogRecord) -> dict[str, object]:
+    """What goes with a record."""
+    return {name: value for name, value in vars(record).items() if name not in _OWN_ATTRIBUTES}
 
 
 class TextFormatter(logging.Formatter):
@@ -75,8 +77,8 @@ class TextFormatter(logging.Formatter):
         super().__init__(f"%(asctime)s {service} %(levelname)s %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # logging names it
-        context: Mapping[str, object] = getattr(record, "context", {})
-        return super().formatMessage(record) + "".join(f" {name}={_plain(value)}" for name, value in context.items())
+        values = "".join(f" {name}={_plain(value)}" for name, value in _context(record).items())
+        return super().formatMessage(record) + values
 
 
 def _plain(value: object) -> str:
@@ -96,7 +98,7 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         values: dict[str, object] = {
-            **getattr(record, "context", {}),
+            **_context(record),
             "time": f"{seconds}.{int(record.msecs):03d}Z",
             "level": record.levelname,
             "service": self._service,
