@@ -100,7 +100,7 @@ class GpuKvCache:
         self.shape = shape
         self.num_blocks = num_blocks
         self.first_layer = first_layer
-        # Zeroed: attention multiplies the unused tail of a block by 0, which must not meet a NaN.
+        # Zeroed: some attention multiplies the unused tail of a block by 0, which must not meet a NaN.
         self.blocks = torch.zeros(shape.blocks(self.num_blocks), dtype=shape.dtype, device=device)
 
     @property
@@ -110,6 +110,21 @@ class GpuKvCache:
     def layer(self, layer: int) -> Tensor:
         """[num_blocks, 2, num_kv_heads, block_tokens * head_dim] of a layer of the model."""
         return self.blocks[layer - self.first_layer]
+
+    def clear(self, blocks: NDArray[np.int32]) -> None:
+        """Zeroes blocks [n], in whose tails their last owner may have left a NaN."""
+        if len(blocks):
+            self.blocks.index_fill_(1, torch.from_numpy(blocks).long().to(self.blocks.device), 0)
+
+    def clear_tails(self, blocks: NDArray[np.int32], num_tokens: NDArray[np.int32]) -> None:
+        """Zeroes what lies behind the first num_tokens [n] of blocks [n]."""
+        for block, num in zip(blocks.tolist(), num_tokens.tolist(), strict=True):
+            if num < self.shape.block_tokens:
+                keys, values = self.blocks[:, block].unbind(1)
+                pairs, singles = key_views(keys, self.shape.head_dim)
+                pairs[..., num:, :] = 0
+                singles[..., num:] = 0
+                values.view(*values.shape[:-1], -1, self.shape.head_dim)[..., num:, :] = 0
 
     def write(self, layer: int, places: KvPlaces, kv: Tensor) -> None:
         """Stores kv [n, 2, num_kv_heads, head_dim] in a layer of the model."""

@@ -170,6 +170,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             weight_bytes=executor.weight_bytes,
             buffer_bytes=executor.buffer_bytes,
             host_weight_bytes=executor.host_weight_bytes,
+            model_digest=executor.decoder.spec.digest,
         )
         logger.info("%s", _memory_text(response))
         logger.info(

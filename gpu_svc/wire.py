@@ -172,6 +172,7 @@ def result_to_pb(result: IterationResult) -> pb.IterationResult:
             pb.HostPoolWork(attention_ns=work.attention_ns, attended_tokens=work.attended_tokens)
             for work in result.pool_work
         ],
+        not_finite_sequence_ids=result.not_finite,
         error=_ERRORS[result.error],
         error_message=result.error_message,
         trace=trace_to_message(result.trace) if result.trace else None,

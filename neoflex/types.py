@@ -187,6 +187,8 @@ class Counters:
     cached_tokens: int
     """Of prompts, found in the prefix cache."""
     stalls: int
+    executor_losses: int
+    """Times gpu_svc was lost while it was to serve."""
 
     @property
     def offloading_iterations(self) -> int:
@@ -299,6 +301,8 @@ class ServerInfo:
     """None before the executor's first epoch."""
     memory_use: MemoryUse | None = None
     """None before the executor's first epoch."""
+    not_ready: str = ""
+    """Why no request would be served now; empty where one would be."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ class Counters:
     accepted_requests: int = 0
     finished_requests: int = 0
     refused_requests: int = 0
+    executor_losses: int = 0
     gpu_attended_tokens: int = 0
     cpu_attended_tokens: int = 0
     swapped_out_bytes: int = 0

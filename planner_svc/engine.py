@@ -4,8 +4,9 @@ No I/O: ExecutorLoop moves plans and results, the servicer moves messages. All m
 """
 
 import asyncio
+import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from itertools import zip_longest
 
@@ -36,6 +37,8 @@ from svc_common.plan import IterationPlan, IterationResult
 _RETRY_S = 1.0
 """When to come back where nothing better is known."""
 
+logger = logging.getLogger(__name__)
+
 
 class Engine:
     """Every accepted request ends exactly once: finished, failed, or withdrawn because its caller has gone."""
@@ -60,6 +63,8 @@ class Engine:
         self._is_open = False
         self._is_suspended = False
         self._draining = False
+        self._trouble = ""
+        """Why the executor can't serve; empty where it merely isn't there."""
         self._by_request: dict[str, Generation] = {}
         self._by_sequence: dict[int, Generation] = {}
         self._histories: dict[int, History] = {}
@@ -86,13 +91,16 @@ class Engine:
         if self._draining:
             raise unavailable("DRAINING", "the server is shutting down", _RETRY_S)
         if self._scheduler is None or not self._is_open:
-            raise unavailable(
-                "LOADING", "the model is being loaded, or its executor has been lost and is awaited", _RETRY_S
-            )
+            raise self.not_open()
         if request_id in self._by_request:
             raise already_exists("REQUEST_ID_IN_USE", f"request {request_id!r} is running")
         if self._scheduler.num_waiting >= self._max_waiting:
             raise refusals.queue_full(self._max_waiting, self._place_free_s())
+
+    def not_open(self) -> ServiceError:
+        """What there is no executor for is told."""
+        reason = "LOADING" if self._capacity is None else "EXECUTOR_LOST"
+        return unavailable(reason, self._what_is_awaited(), _RETRY_S)
 
     def submit(self, request: GenerationRequest, prompt_field: str) -> Generation:
         """Accepts a request. Raises ServiceError; `prompt_field` is what to name where the prompt is too long."""
@@ -144,12 +152,22 @@ class Engine:
         return tuple(generation.request.request_id for generation in found)
 
     @property
+    def has_requests(self) -> bool:
+        """Whether any is in hand."""
+        return bool(self._by_request)
+
+    @property
     def room_tokens(self) -> int:
         """Tokens of prompt and answer that the KV cache has room for in one sequence."""
         # The last token is sent and never attended: it needs no room.
         return largest_tier_tokens(self._capacity, self._mode) + 1 if self._capacity else 0
 
     # --- what ExecutorLoop asks
+
+    @property
+    def is_open(self) -> bool:
+        """From `open` until the executor is lost."""
+        return self._is_open
 
     def open(self, capacity: Capacity, estimator: Estimator, epoch: int) -> None:
         """An epoch begins, with requests in hand or without; those that cannot go on in it fail."""
@@ -162,6 +180,7 @@ class Engine:
         self._whole_pools = tuple(map(max, zip_longest(self._whole_pools, capacity.host_pools, fillvalue=0)))
         self._is_open = True
         self._is_suspended = False
+        self._trouble = ""
         self._last_progress_s = time.monotonic()
         text = "the request fits nowhere without a CPU attention service that was lost"
         for sequence_id in lost:
@@ -172,6 +191,34 @@ class Engine:
     def suspend(self) -> None:
         """One epoch is over and the next is being opened: requests wait, and waiting is no stall."""
         self._is_suspended = True
+
+    def lose_executor(self, running: Collection[int], is_certain: bool) -> None:
+        """There is no executor: requests in hand wait for `open`, or for `close`, and new ones are refused.
+
+        `running`: sequences that it was computing. Not certain: something else may have brought it down.
+        """
+        self._is_open = False
+        self.counters.executor_losses += 1
+        self.changed.set()
+        self.note_failure(running, is_certain)
+
+    def note_failure(self, running: Collection[int], is_certain: bool = True) -> None:
+        """What the executor was computing is lost. Ends those that it fails at time and again; all others wait."""
+        if self._scheduler is None:
+            return
+        for sequence_id, verdict in self._scheduler.lose(running, is_certain):
+            generation = self._by_sequence[sequence_id]
+            logger.error("request %s ends: the executor fails at it", generation.request.request_id)
+            self._fail(generation, refusals.not_computed_again(verdict))
+
+    def explain(self, trouble: str) -> bool:
+        """Why the executor can't serve, for who asks meanwhile; empty where it merely isn't there. Whether it is news.
+
+        Holds until `open`.
+        """
+        is_news = trouble != self._trouble
+        self._trouble = trouble
+        return is_news
 
     def close(self, error: ServiceError) -> None:
         """No executor: every request fails, and new ones are refused until `open`."""
@@ -219,6 +266,10 @@ class Engine:
         for sequence_id, message in result.grammar_failures.items():
             if generation := self._by_sequence.get(sequence_id):
                 self._fail(generation, invalid_argument("request.constraint", message, "CONSTRAINT_FAILED"))
+        for sequence_id in result.not_finite:
+            if generation := self._by_sequence.get(sequence_id):
+                self._scheduler.forget_content(sequence_id)
+                self._fail(generation, refusals.not_finite())
         tokens = self._scheduler.apply(result, self._last_progress_s).tokens
         for token in tokens:
             if token.finish:  # The scheduler forgets it with the next plan.
@@ -269,8 +320,21 @@ class Engine:
 
     def is_ready(self) -> bool:
         """Whether a request would be served now."""
-        # Without a tier there is no room: a host-only server whose CPU attention service is lost.
-        return self._is_open and not self._draining and self.room_tokens > 1 and self.is_alive()
+        return not self.why_not_ready()
+
+    def why_not_ready(self) -> str:
+        """In words; empty where a request would be served now."""
+        if self._draining:
+            return "the server is shutting down"
+        if self._scheduler is None or not self._is_open:
+            return self._what_is_awaited()
+        if self.room_tokens <= 1:
+            return "no CPU attention service is attached, and the GPU has no KV cache"
+        return "" if self.is_alive() else f"no iteration has ended for {self._stalled_after_s:g} s"
+
+    def _what_is_awaited(self) -> str:
+        what = "the model is being loaded" if self._capacity is None else "the executor was lost and is awaited"
+        return f"{what}: {self._trouble}" if self._trouble else what
 
     def load(self) -> Load:
         scheduler, capacity = self._scheduler, self._capacity

@@ -30,10 +30,16 @@ _LOAD_LAYERS_S = 1200.0
 _PROBE_S = 1.0
 _COMPILE_S = 180.0
 """The first grammar waits until the tokenizer is read, and one that was not kept takes a minute to convert."""
+_UNREACHABLE = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED}
+"""What a call ends with where nobody answers; anything else was said by gpu_svc."""
 
 
 class ExecutorLostError(Exception):
     """gpu_svc does not answer, or answers what it should not. Its sequences are gone."""
+
+
+class EpochRefusedError(ExecutorLostError):
+    """gpu_svc is there and can't do what this planner needs; the text says why. The next try may end the same way."""
 
 
 class ThreadsUnchangedError(Exception):
@@ -104,6 +110,8 @@ class Placement:
     """On the device, that weights are streamed through."""
     host_weight_bytes: int = 0
     """Of weights in host memory."""
+    model_digest: str = ""
+    """Of the model that the executor has read, see ModelSpec.digest."""
 
     @property
     def host_blocks(self) -> int:
@@ -139,6 +147,13 @@ class ExecutorClient:
     def __init__(self, address: str) -> None:
         self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
         self._stub = executor_pb2_grpc.ExecutorServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        self._num_compiling = 0
+        self._compiling_failed = False
+
+    @property
+    def was_compiling(self) -> bool:
+        """Whether a grammar is being made ready, or that has failed since the last epoch was opened."""
+        return self._num_compiling > 0 or self._compiling_failed
 
     async def last_epoch(self, timeout_s: float) -> int:
         """The latest epoch that gpu_svc has seen; waits up to `timeout_s` for the service, which must not be ending."""
@@ -187,7 +202,10 @@ class ExecutorClient:
         try:
             opened = await self._stub.OpenEpoch(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
-            raise _lost(error) from error
+            if error.code() in _UNREACHABLE:
+                raise _lost(error) from error
+            raise EpochRefusedError(error.details() or error.code().name) from error
+        self._compiling_failed = False
         placement = Placement(
             device=opened.device,
             compute_dtype=opened.compute_dtype,
@@ -205,16 +223,21 @@ class ExecutorClient:
             weight_bytes=opened.weight_bytes,
             buffer_bytes=opened.buffer_bytes,
             host_weight_bytes=opened.host_weight_bytes,
+            model_digest=opened.model_digest,
         )
         return placement, wire.tables_from_message(opened.tables) if opened.HasField("tables") else None
 
     async def compile_grammar(self, grammar: str) -> str:
         """Has gpu_svc make a grammar ready; returns why it can't be kept to, or nothing."""
         request = executor_pb2.CompileGrammarRequest(grammar=grammar)
+        self._num_compiling += 1
         try:
             return str((await self._stub.CompileGrammar(request, timeout=_COMPILE_S)).error)
         except grpc.aio.AioRpcError as error:
+            self._compiling_failed = True
             raise _lost(error) from error
+        finally:
+            self._num_compiling -= 1
 
     def execute(self) -> "PlanStream":
         """A stream for the plans of one epoch."""

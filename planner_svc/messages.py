@@ -108,6 +108,7 @@ def counters_message(counters: Counters, scheduler: SchedulerCounters) -> pb.Ser
         cpu_threads_grown=counters.cpu_threads_grown,
         cpu_threads_shrunk=counters.cpu_threads_shrunk,
         stalls=counters.stalls,
+        executor_losses=counters.executor_losses,
     )
 
 

@@ -10,9 +10,11 @@ from planner_svc.configured_policy import configured_policy
 from planner_svc.core_keeper import CoreKeeper
 from planner_svc.cores import CoreController, ThreadLimits
 from planner_svc.engine import Engine
+from planner_svc.epochs import Epochs
 from planner_svc.estimator import OperationTables, TableEstimator
 from planner_svc.executor_client import EpochLimits, ExecutorClient, HostClient
 from planner_svc.executor_loop import ExecutorLoop
+from planner_svc.grammar_door import GrammarDoor
 from planner_svc.host_watch import HostWatch
 from planner_svc.policy_keeper import PolicyKeeper
 from planner_svc.servicer import InferenceServicer, ServedModel
@@ -58,16 +60,11 @@ class PlannerServer:
         traces = Traces()
         policy = configured_policy(planner, num_layers)
         keeper = PolicyKeeper(config, model.spec, limits, usable_memory_bytes()) if policy is None else None
+        epochs = Epochs(
+            self._executor, watches, limits, model.block_tokens, model.spec.digest, make_estimator, policy, keeper
+        )
         self._loop = ExecutorLoop(
-            self._engine,
-            self._executor,
-            watches,
-            limits,
-            model.block_tokens,
-            make_estimator,
-            traces,
-            policy,
-            keeper,
+            self._engine, self._executor, epochs, watches, traces, planner.executor_wait_s, keeper
         )
         self._server = GrpcServer(planner.listen, [SERVICE_NAME, _TRACE_SERVICE_NAME])
         self._servicer = InferenceServicer(
@@ -75,7 +72,7 @@ class PlannerServer:
             self._engine,
             classes,
             lambda: self._loop.placement,
-            self._executor.compile_grammar,
+            GrammarDoor(self._executor.compile_grammar),
             AccessLog(config.logging.access),
         )
         self._server.register(inference_pb2_grpc.add_InferenceServiceServicer_to_server, self._servicer)

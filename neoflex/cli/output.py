@@ -94,6 +94,7 @@ def counter_rows(counters: Counters) -> list[tuple[str, str]]:
         ("tokens generated", f"{counters.generated_tokens:,}"),
         ("preemptions", f"{counters.preemptions:,}"),
         ("tokens recomputed", f"{counters.recomputed_tokens:,}"),
+        ("losses of the executor", f"{counters.executor_losses:,}"),
         ("executor busy", f"{counters.executor_busy_ns / 1e9:.2f} s"),
         ("of it waiting for the CPU", f"{counters.cpu_wait_ns / 1e9:.2f} s"),
         ("CPU attention", f"{counters.cpu_attention_ns / 1e9:.2f} s"),

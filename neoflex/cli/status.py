@@ -23,20 +23,20 @@ def status(
     """Show model, placement, load and counters of a running server."""
     with Client(address) as client:
         model, server, load = client.model_info(), client.server_info(), client.load()
-        health = {"ready": client.is_ready(), "alive": client.is_alive()}
+        is_alive = client.is_alive()
     if as_json:
         asdict = dataclasses.asdict
-        parts = {"model": asdict(model), "server": asdict(server), "load": asdict(load), "health": health}
+        parts = {"model": asdict(model), "server": asdict(server), "load": asdict(load), "is_alive": is_alive}
         sys.stdout.write(json.dumps(parts) + "\n")
     else:
-        out.print(_table(address, health, model, server, load))
+        out.print(_table(address, is_alive, model, server, load))
         out.print(_classes(server, load))
         if server.calibration:
             out.print(_calibration(server.calibration))
         explain_device(server.device)
 
 
-def _table(address: str, health: dict[str, bool], model: ModelInfo, server: ServerInfo, load: Load) -> Table:
+def _table(address: str, is_alive: bool, model: ModelInfo, server: ServerInfo, load: Load) -> Table:
     table = Table(title=f"NeoFlex {server.version} at {address}", show_header=False, title_justify="left")
     table.add_column(style="dim")
     table.add_column(justify="right", overflow="fold")
@@ -46,8 +46,8 @@ def _table(address: str, health: dict[str, bool], model: ModelInfo, server: Serv
     table.add_row("device", f"{server.device}, computes in {model.compute_dtype}")
     table.add_row("CPU attention threads", _threads(server))
     table.add_row("up for", f"{server.uptime_s:,.0f} s")
-    ready, alive = ("yes" if health[key] else "no" for key in ("ready", "alive"))
-    table.add_row("ready, alive", f"{ready}, {alive}", end_section=True)
+    table.add_row("ready", f"no: {server.not_ready}" if server.not_ready else "yes")
+    table.add_row("alive", "yes" if is_alive else "no", end_section=True)
     if server.memory_use:
         for place, what in memory_rows(server.memory_use):
             table.add_row(place, what)

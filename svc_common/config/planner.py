@@ -75,6 +75,9 @@ class PlannerConfig(Section):
     """Tokens one iteration computes at most: decodes and prefill chunks together."""
     max_sequence_tokens: Annotated[int, Field(ge=1)] | None = None
     """Tokens of prompt and answer together; default: the model's context length."""
+    executor_wait_s: Annotated[float, Field(ge=0, le=86_400)] = 120.0
+    """So long requests in hand wait for a gpu_svc that was lost to come back, its model loaded; then they are computed
+    again from prompt and answer so far, and go on. Later they end with UNAVAILABLE. New ones are refused meanwhile."""
     classes: Annotated[dict[str, ClassConfig], AfterValidator(_checked_classes)] = Field(
         default_factory=lambda: {"default": ClassConfig()}
     )

@@ -19,6 +19,7 @@ from neoflex.logs import last_lines
 from neoflex.supervisor import LocalStack
 
 TOKENS = 48
+MANY_TOKENS = 400
 NUM_PROMPTS = 6
 
 
@@ -132,3 +133,21 @@ def test_cpu_attention_alone_is_told_to_stop(start, prompts, reference):
     assert events == ["cpu_attn_svc exited with code 0; restart 1 of 5 in 0.5 s"]
     until(lambda: stack.server_info().host_blocks > 0)
     assert executor_status(stack).cpu_attention_attached
+
+
+def test_the_executor_alone_is_told_to_stop(start, prompts, reference):
+    """Its requests wait until it is back, and go on; nothing that it had computed for them was lost in between."""
+    stack = start(planner={"mode": "asymmetric"}, gpu={"kv_bytes": "64MiB"}, cpu_attn={"kv_bytes": "64MiB"})
+    pid = stack.pids["gpu_svc"]
+    events: list[str] = []
+    stack._children["gpu_svc"]._on_event = events.append
+
+    async def run() -> list[list[int]]:
+        async with streams(stack, prompts[:NUM_PROMPTS]) as running:
+            os.kill(pid, signal.SIGTERM)
+            return await asyncio.gather(*running)
+
+    judge(reference, prompts[:NUM_PROMPTS], asyncio.run(run()))
+    until(lambda: stack.pids.get("gpu_svc", pid) != pid)
+    assert events == ["gpu_svc exited with code 0; restart 1 of 5 in 0.5 s"]
+    assert "executor lost: the executor has been told to stop" in stack.log_paths["planner_svc"].read_text()

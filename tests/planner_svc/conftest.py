@@ -29,6 +29,7 @@ async def start_rig() -> AsyncIterator[StartRig]:
         executor = executor or FakeExecutor()
         hosts = host if isinstance(host, list) else [host] if host else []
         executor.hosts = hosts
+        executor.model_digest = executor.model_digest or model.spec.digest
         config = parse(
             {
                 "planner": {"listen": "127.0.0.1:0", **planner},
