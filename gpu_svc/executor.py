@@ -114,6 +114,16 @@ class Executor:
         """Of weights that cross the link in each iteration."""
         return self._placed.memory.streamed_bytes(self.streamed_layers) if self._placed else 0
 
+    @property
+    def buffer_bytes(self) -> int:
+        """On the device, that weights are streamed through."""
+        return self._placed.memory.buffer_bytes(self.streamed_layers) if self._placed else 0
+
+    @property
+    def host_weight_bytes(self) -> int:
+        """Of layers in host memory, to be streamed from there or computed by the CPU attention service."""
+        return sum(self._placed.memory.layer_bytes[: -self.resident_layers or None]) if self._placed else 0
+
     def close_epoch(self) -> None:
         """Drops all sequences, the cache and the host tier."""
         if self._epoch is not None and self._epoch.host is not None:

@@ -15,7 +15,7 @@ from gpu_svc.executor import Executor
 from gpu_svc.limits import InvalidPlanError
 from gpu_svc.wire import plan_from_pb
 from neoflex.v1 import executor_pb2 as pb
-from svc_common.plan import ExecutionError, IterationResult
+from svc_common.plan import ExecutionError, IterationPlan, IterationResult
 
 Begun = Callable[[], None]
 """Told on the executor's thread that the layers of a plan are about to run."""
@@ -36,6 +36,8 @@ class PlanRunner:
         self._results: asyncio.Queue[IterationResult | Exception | None] = asyncio.Queue()
         self._num_pending = 0
         self._is_complete = False
+        self.running: tuple[IterationPlan, float] | None = None
+        """The plan that runs and since when, by time.monotonic()."""
 
     async def take(self, requests: AsyncIterator[pb.ExecuteRequest]) -> None:
         """All plans of a stream, to its end; `results` then end with that of the last one."""
@@ -73,7 +75,14 @@ class PlanRunner:
             text = str(error)
             kind = ExecutionError.INVALID_PLAN
             return lambda begun: self._executor.fail(message.epoch, message.iteration, kind, text)
-        return partial(self._executor.run, plan, received_ns)
+        return partial(self._run, plan, received_ns)
+
+    def _run(self, plan: IterationPlan, received_ns: int, begun: Begun) -> IterationResult:
+        self.running = plan, time.monotonic()
+        try:
+            return self._executor.run(plan, received_ns, begun)
+        finally:
+            self.running = None
 
     def _run_next(self) -> None:
         """On the executor's thread."""

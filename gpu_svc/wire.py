@@ -267,7 +267,9 @@ def memory_to_pb(memory: DeviceMemory, link_bytes_per_s: float) -> pb.DeviceMemo
     )
 
 
-def status_to_pb(status: Status, memory: pb.DeviceMemory | None, pid: int) -> pb.GetExecutorStatusResponse:
+def status_to_pb(
+    status: Status, memory: pb.DeviceMemory | None, pid: int, is_stopping: bool
+) -> pb.GetExecutorStatusResponse:
     return pb.GetExecutorStatusResponse(
         epoch=status.epoch,
         last_iteration=status.last_iteration,
@@ -281,4 +283,5 @@ def status_to_pb(status: Status, memory: pb.DeviceMemory | None, pid: int) -> pb
         memory=memory,
         resident_layers=status.resident_layers,
         streamed_bytes=status.streamed_bytes,
+        stopping=is_stopping,
     )

@@ -27,6 +27,8 @@ class Counters:
     planning_ns: int = 0
     cpu_threads_grown: int = 0
     cpu_threads_shrunk: int = 0
+    stalls: int = 0
+    """Times that requests were in hand and nothing moved."""
 
     def add(self, result: IterationResult) -> None:
         self.gpu_attended_tokens += result.gpu_attended_tokens

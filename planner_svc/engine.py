@@ -6,7 +6,7 @@ No I/O: ExecutorLoop moves plans and results, the servicer moves messages. All m
 import asyncio
 import logging
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from itertools import zip_longest
 
@@ -25,6 +25,7 @@ from planner_svc.scheduler import (
     LateError,
     ModePolicy,
     Scheduler,
+    Sequence,
     SequenceRequest,
     TokenEvent,
 )
@@ -34,8 +35,6 @@ from svc_common.errors import ServiceError, already_exists, invalid_argument, un
 from svc_common.model.tokenizer import Tokenizer
 from svc_common.plan import IterationPlan, IterationResult
 
-STALLED_AFTER_S = 30.0
-"""Longer than any iteration plausibly takes."""
 _RETRY_S = 1.0
 """When to come back where nothing better is known."""
 
@@ -45,8 +44,17 @@ logger = logging.getLogger(__name__)
 class Engine:
     """Every accepted request ends exactly once: finished, failed, or withdrawn because its caller has gone."""
 
-    def __init__(self, tokenizer: Tokenizer, mode: ModePolicy, max_waiting: int, classes: ServiceClasses) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        mode: ModePolicy,
+        max_waiting: int,
+        classes: ServiceClasses,
+        stalled_after_s: float = 30.0,
+    ) -> None:
+        """`stalled_after_s`: longer than any iteration plausibly takes."""
         self._tokenizer = tokenizer
+        self._stalled_after_s = stalled_after_s
         self._mode = mode
         self._max_waiting = max_waiting
         self._scheduler: Scheduler | None = None
@@ -60,6 +68,8 @@ class Engine:
         """Of sequences that have ended in the scheduler while their last tokens are still to be delivered."""
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._last_progress_s = 0.0
+        self.last_plan: IterationPlan | None = None
+        self.last_result: IterationResult | None = None
         self._finish_rate = FinishRate()
         self.counters = Counters()
         self.classes = ClassTallies(classes.by_name)
@@ -211,6 +221,7 @@ class Engine:
         start_ns = time.monotonic_ns()
         plan = self._scheduler.plan(start_ns * 1e-9)
         self.counters.planning_ns += time.monotonic_ns() - start_ns
+        self.last_plan = plan or self.last_plan
         return plan
 
     @property
@@ -226,6 +237,7 @@ class Engine:
         """Advances the sequences; the tokens are still to be delivered. The result is no failure."""
         assert self._scheduler is not None
         self._last_progress_s = time.monotonic()
+        self.last_result = result
         self.counters.add(result)
         for sequence_id, part in result.prompt_logprobs:
             if generation := self._by_sequence.get(sequence_id):
@@ -266,10 +278,24 @@ class Engine:
 
     # --- what health and load balancers ask
 
-    def is_alive(self) -> bool:
-        """False where there is work and none of it has got ahead for STALLED_AFTER_S."""
+    @property
+    def is_draining(self) -> bool:
+        return self.availability.is_draining
+
+    @property
+    def num_requests(self) -> int:
+        """In hand."""
+        return len(self._by_request)
+
+    @property
+    def standing_s(self) -> float:
+        """For how long there has been work and none of it got ahead; 0 where there is nothing to do."""
         waits = self.availability.is_open and not self.availability.is_suspended and bool(self._by_request)
-        return not waits or time.monotonic() - self._last_progress_s < STALLED_AFTER_S
+        return time.monotonic() - self._last_progress_s if waits else 0.0
+
+    def is_alive(self) -> bool:
+        """False where it has stood for too long."""
+        return self.standing_s < self._stalled_after_s
 
     def is_ready(self) -> bool:
         """Whether a request would be served now."""
@@ -283,7 +309,7 @@ class Engine:
             return self.availability.what_is_awaited
         if self.room_tokens <= 1:
             return "no CPU attention service is attached, and the GPU has no KV cache"
-        return "" if self.is_alive() else f"no iteration has ended for {STALLED_AFTER_S:g} s"
+        return "" if self.is_alive() else f"no iteration has ended for {self._stalled_after_s:g} s"
 
     def load(self) -> Load:
         scheduler, capacity = self._scheduler, self._capacity
@@ -300,6 +326,13 @@ class Engine:
             pool_blocks_used=scheduler.pool_blocks_used,
             classes=self.classes.loads(scheduler.num_waiting_of),
         )
+
+    @property
+    def sequences(self) -> Iterator[tuple[Sequence, str]]:
+        """Those in hand with their requests' ids, in order of arrival."""
+        for sequence in self._scheduler.sequences if self._scheduler else ():
+            generation = self._by_sequence.get(sequence.sequence_id)
+            yield sequence, generation.request.request_id if generation else ""
 
     def scheduler_counters(self) -> SchedulerCounters:
         """What the scheduler has counted since the planner started."""

@@ -13,6 +13,7 @@ from planner_svc.host_watch import HostWatch
 from planner_svc.policy_keeper import PolicyKeeper
 from planner_svc.policy_tables import MakeEstimator, PolicyTables
 from planner_svc.scheduler import Capacity
+from svc_common.memory import size_text
 from svc_common.policy import ExecutionPolicy
 
 _CONNECT_S = 10.0
@@ -68,12 +69,15 @@ class Epochs:
         if self.placement is None:
             for watch in self._watches:
                 await watch.until_it_answers()
+        said = ""
         while True:
             try:
                 last = await self._executor.last_epoch(_CONNECT_S)
                 break
             except ExecutorLostError as error:
-                logger.info("waiting for the executor: %s", error)
+                if said != str(error):
+                    said = str(error)
+                    logger.info("waiting for the executor: %s", error)
                 await asyncio.sleep(_RETRY_S)
         self._has_restarted = self.placement is None or last < self.number
         # Later than what another planner with a faster clock may have opened.
@@ -192,6 +196,14 @@ class Epochs:
         self.number += 1
 
     def _log(self, placement: Placement) -> None:
+        logger.info(
+            "on the device weights %s, buffers %s, KV %s; in host memory weights %s, KV %s",
+            size_text(placement.weight_bytes),
+            size_text(placement.buffer_bytes),
+            size_text(placement.gpu_kv_bytes),
+            size_text(placement.host_weight_bytes),
+            size_text(placement.host_kv_bytes),
+        )
         logger.info(
             "epoch %d: %s, %s, KV %s, on the host %s, %d GPU blocks, %s host blocks of %d tokens, "
             "%s CPU attention threads%s%s",

@@ -4,6 +4,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 
 import grpc
+from google.protobuf import text_format
+from google.protobuf.message import Message
 
 from neoflex.v1 import cpu_attention_pb2, cpu_attention_pb2_grpc, executor_pb2, executor_pb2_grpc
 from planner_svc import wire
@@ -102,6 +104,12 @@ class Placement:
     """Whose weights cross the link in each iteration."""
     streamed_bytes: int = 0
     """Of weights, in each iteration."""
+    weight_bytes: int = 0
+    """On the device."""
+    buffer_bytes: int = 0
+    """On the device, that weights are streamed through."""
+    host_weight_bytes: int = 0
+    """Of weights in host memory."""
     model_digest: str = ""
     """Of the model that the executor has read, see ModelSpec.digest."""
 
@@ -109,6 +117,15 @@ class Placement:
     def host_blocks(self) -> int:
         """Of all pools."""
         return sum(pool.num_blocks for pool in self.pools)
+
+    @property
+    def gpu_kv_bytes(self) -> int:
+        return self.gpu_blocks * self.block_bytes
+
+    @property
+    def host_kv_bytes(self) -> int:
+        """Of all pools."""
+        return self.host_blocks * self.host_block_bytes
 
     @property
     def errors(self) -> str:
@@ -139,14 +156,34 @@ class ExecutorClient:
         return self._num_compiling > 0 or self._compiling_failed
 
     async def last_epoch(self, timeout_s: float) -> int:
-        """The latest epoch that gpu_svc has seen; waits up to `timeout_s` for the service."""
+        """The latest epoch that gpu_svc has seen; waits up to `timeout_s` for the service, which must not be ending."""
         try:
-            status = await self._stub.GetExecutorStatus(
-                executor_pb2.GetExecutorStatusRequest(), timeout=timeout_s, wait_for_ready=True
-            )
+            status = await self._status(timeout_s, wait_for_ready=True)
         except grpc.aio.AioRpcError as error:
             raise _lost(error) from error
+        if status.stopping:
+            raise ExecutorLostError("it has been told to stop")
         return int(status.epoch)
+
+    async def is_stopping(self) -> bool:
+        """Whether it has been told to stop; False where it does not answer."""
+        try:
+            return bool((await self._status(_PROBE_S)).stopping)
+        except grpc.aio.AioRpcError:
+            return False
+
+    async def describe(self) -> str:
+        """What it says of itself, in one line."""
+        try:
+            return _one_line(await self._status(_PROBE_S))
+        except grpc.aio.AioRpcError as error:
+            return f"no answer: {error.code().name}"
+
+    async def _status(self, timeout_s: float, wait_for_ready: bool = False) -> executor_pb2.GetExecutorStatusResponse:
+        status: executor_pb2.GetExecutorStatusResponse = await self._stub.GetExecutorStatus(
+            executor_pb2.GetExecutorStatusRequest(), timeout=timeout_s, wait_for_ready=wait_for_ready
+        )
+        return status
 
     async def open_epoch(
         self, epoch: int, limits: EpochLimits, profile: bool, policy: ExecutionPolicy | None
@@ -183,6 +220,9 @@ class ExecutorClient:
             resident_layers=opened.resident_layers,
             streamed_layers=opened.streamed_layers,
             streamed_bytes=opened.streamed_bytes,
+            weight_bytes=opened.weight_bytes,
+            buffer_bytes=opened.buffer_bytes,
+            host_weight_bytes=opened.host_weight_bytes,
             model_digest=opened.model_digest,
         )
         return placement, wire.tables_from_message(opened.tables) if opened.HasField("tables") else None
@@ -250,6 +290,8 @@ class HostStatus:
     num_threads: int
     max_threads: int
     """That it allows."""
+    is_stopping: bool = False
+    """Told to: it ends once it is let go."""
 
 
 class HostClient:
@@ -268,14 +310,25 @@ class HostClient:
         Raises TimeoutError where it is too slow to answer: busy, perhaps, and so not known to be lost.
         """
         try:
-            status = await self._stub.GetCpuAttentionStatus(
-                cpu_attention_pb2.GetCpuAttentionStatusRequest(), timeout=_PROBE_S
-            )
+            status = await self._status()
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise TimeoutError from error
             return None
-        return HostStatus(status.epoch, status.num_threads, status.max_threads)
+        return HostStatus(status.epoch, status.num_threads, status.max_threads, status.stopping)
+
+    async def describe(self) -> str:
+        """What it says of itself, in one line."""
+        try:
+            return _one_line(await self._status())
+        except grpc.aio.AioRpcError as error:
+            return f"no answer: {error.code().name}"
+
+    async def _status(self) -> cpu_attention_pb2.GetCpuAttentionStatusResponse:
+        status: cpu_attention_pb2.GetCpuAttentionStatusResponse = await self._stub.GetCpuAttentionStatus(
+            cpu_attention_pb2.GetCpuAttentionStatusRequest(), timeout=_PROBE_S
+        )
+        return status
 
     async def set_threads(self, num_threads: int) -> None:
         """From the next iteration on. Raises ThreadsUnchangedError where that is not certain."""
@@ -286,6 +339,11 @@ class HostClient:
 
     async def close(self) -> None:
         await self._channel.close(grace=None)
+
+
+def _one_line(message: Message) -> str:
+    """Fields that are not 0."""
+    return text_format.MessageToString(message, as_one_line=True)
 
 
 def _lost(error: grpc.aio.AioRpcError) -> ExecutorLostError:

@@ -46,6 +46,13 @@ class EpochEnd(Enum):
     HOST_BACK = "a CPU attention service can be attached again"
     FAILED = "an iteration failed"
     POLICY = "layers are to run elsewhere"
+    HOST_STOPS = "a CPU attention service has been told to stop"
+    EXECUTOR_STOPS = "the executor has been told to stop"
+
+    @property
+    def takes_results(self) -> bool:
+        """Whether what runs and what waits is still worth having: nobody is lost."""
+        return self not in (EpochEnd.HOST_LOST, EpochEnd.FAILED)
 
 
 class ExecutorLoop:
@@ -95,6 +102,7 @@ class ExecutorLoop:
     async def run(self) -> None:
         """Never returns; to be cancelled."""
         watchers = [asyncio.create_task(self._watch_host(pool)) for pool in range(len(self._watches))]
+        watchers.append(asyncio.create_task(self._watch_executor()))
         try:
             while True:
                 await self._serve_until_lost()
@@ -110,8 +118,9 @@ class ExecutorLoop:
             await self._epochs.open_first()
             await self._make_grammars_ready()
             self._hand_over()
-            while True:
-                await self._next_epoch(await self._drive())
+            while (end := await self._drive()) is not EpochEnd.EXECUTOR_STOPS:
+                await self._next_epoch(end)
+            raise ExecutorLostError(end.value)
         except ExecutorLostError as error:
             self._await_executor(error)
         except Exception:
@@ -174,7 +183,7 @@ class ExecutorLoop:
         if end is EpochEnd.FAILED:
             # The oldest plan is the one that failed; what was sent after it never ran.
             self._engine.note_failure(self._in_flight[0].sequence_ids if self._in_flight else ())
-        if end is EpochEnd.HOST_LOST:
+        if end in (EpochEnd.HOST_LOST, EpochEnd.HOST_STOPS):
             await self._tell_who_is_lost()
         self._in_flight.clear()
         self._engine.suspend()
@@ -227,7 +236,7 @@ class ExecutorLoop:
             self._engine.wake.clear()
             tokens: list[TokenEvent] = []
             end = self._requested_end
-            while results and end is None:
+            while results and (end is None or end.takes_results):
                 result = results.popleft()
                 if isinstance(result, Exception):
                     self._engine.deliver(tokens)
@@ -248,7 +257,7 @@ class ExecutorLoop:
                     await self._feed(stream)
             finally:
                 self._engine.deliver(tokens)
-            if end is not None:
+            if end is not None and not (end.takes_results and in_flight):
                 return end
 
     async def _feed(self, stream: PlanStream) -> None:
@@ -295,6 +304,8 @@ class ExecutorLoop:
         """With the service attached: without it there is one policy only. A search may take a second."""
         if self._policies is None:
             return
+        if self._engine.is_draining:
+            return
         policy = await asyncio.to_thread(self._policies.consider, self._engine.demand, time.monotonic())
         if policy is not None and self._epochs.number == epoch:
             self.change_policy(policy)
@@ -309,13 +320,44 @@ class ExecutorLoop:
             if status is None or status.region_epoch != epochs.number:
                 self._lost_pools.add(pool)
                 self._request_end(EpochEnd.HOST_LOST)
+            elif watch.must_be_let_go(status) and not self._engine.is_draining:
+                self._lost_pools.add(pool)
+                self._request_end(EpochEnd.HOST_STOPS)
             else:
                 watch.cores.note(status)
                 epochs.placement = epochs.placement.with_pool(
                     pool, num_threads=status.num_threads, thread_limits=watch.cores.limits
                 )
-        elif status is not None and watch.may_be_attached and self._requested_end is None:
+        elif status is not None and self._may_attach(watch, status):
             self._request_end(EpochEnd.HOST_BACK)
+
+    def _may_attach(self, watch: HostWatch, status: HostStatus) -> bool:
+        """Whether it is worth a new epoch."""
+        is_wanted = self._requested_end is None and not self._engine.is_draining
+        return is_wanted and not status.is_stopping and watch.may_be_attached
+
+    # --- the executor
+
+    async def _watch_executor(self) -> None:
+        """Each second: has it been told to stop, and this planner not? Then it gets no more plans, and may end."""
+        was_stopping = False
+        while True:
+            await asyncio.sleep(PROBE_EVERY_S)
+            epoch, is_stopping = self._epochs.number, self._driving and await self._executor.is_stopping()
+            if is_stopping and was_stopping and self._epochs.number == epoch and not self._engine.is_draining:
+                self._request_end(EpochEnd.EXECUTOR_STOPS)
+            was_stopping = is_stopping
+
+    async def describe(self) -> str:
+        """What the other services say of themselves, a line each."""
+        lines = await asyncio.gather(self._executor.describe(), *(watch.describe() for watch in self._watches))
+        return "\n".join([f"executor: {lines[0]}", *(f"CPU attention at {line}" for line in lines[1:])])
+
+    @property
+    def state_text(self) -> str:
+        """In one line."""
+        ends = f", ends: {self._requested_end.value}" if self._requested_end else ""
+        return f"epoch {self._epochs.number}, {'driving' if self._driving else 'between two epochs'}{ends}"
 
     def _request_end(self, end: EpochEnd) -> None:
         self._requested_end = end

@@ -75,6 +75,8 @@ class _Constants:
 class TritonAttention:
     """The backend of device cuda; on the CPU's tensors with TRITON_INTERPRET=1."""
 
+    reads_tails = False
+
     def __init__(self, spec: ModelSpec, block_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
         """`dtype` is the compute type; the cache's own may differ."""
         self._device = device

@@ -5,7 +5,7 @@ from planner_svc.scheduler.demand import Demand
 from planner_svc.scheduler.events import Applied, Counters, History, TokenEvent
 from planner_svc.scheduler.limits import Capacity, ModePolicy
 from planner_svc.scheduler.scheduler import Scheduler
-from planner_svc.scheduler.sequence import DEFAULT_CLASS, SequenceRequest, ServiceClass, Targets
+from planner_svc.scheduler.sequence import DEFAULT_CLASS, Sequence, SequenceRequest, ServiceClass, Targets
 from planner_svc.scheduler.trials import MAX_LOSSES, MAX_LOSSES_IN_A_ROW, Verdict
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "LateError",
     "ModePolicy",
     "Scheduler",
+    "Sequence",
     "SequenceRequest",
     "ServiceClass",
     "Targets",

@@ -285,6 +285,11 @@ class Scheduler:
     # --- views
 
     @property
+    def sequences(self) -> tuple[Sequence, ...]:
+        """In hand, in order of arrival; to be looked at only."""
+        return tuple(self._live.values())
+
+    @property
     def num_waiting(self) -> int:
         """Accepted and without blocks: not yet started, or preempted."""
         return len(self._queue) + len(self._trials)

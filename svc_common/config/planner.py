@@ -84,3 +84,9 @@ class PlannerConfig(Section):
     """Service classes by name, at most 32. Where the file has none there is one, "default", without targets."""
     default_class: str = "default"
     """Class of requests that name none; one of `classes`."""
+    drain_s: Annotated[float, Field(ge=0, le=3600)] = 30.0
+    """Seconds that requests in hand may go on for after SIGTERM. The other services wait a few seconds longer, and
+    whoever stops the processes must wait 10 s longer before he kills them."""
+    watchdog_s: Annotated[float, Field(ge=0.1, le=3600)] = 30.0
+    """Seconds without progress, with work to do, after which a service is not alive any more and writes its state. More
+    than any iteration takes, weights that it streams included."""

@@ -24,7 +24,6 @@ from support.planner_rig import (
 
 from neoflex.v1 import executor_pb2
 from neoflex.v1 import inference_pb2 as pb
-from planner_svc import engine as engine_module
 from svc_common.policy import ExecutionPolicy
 
 FOREVER = 150
@@ -123,9 +122,8 @@ async def test_requests_go_on_when_cpu_attention_comes_back(start_rig: StartRig)
     assert rest[-1].finished.usage.recomputations == 1
 
 
-async def test_opening_an_epoch_is_no_stall(start_rig: StartRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "STALLED_AFTER_S", 0.5)
-    rig = await start_rig(two_tiers(), FakeHost())
+async def test_opening_an_epoch_is_no_stall(start_rig: StartRig) -> None:
+    rig = await start_rig(two_tiers(), FakeHost(), watchdog_s=0.5)
     watch = rig.health.Watch(health_pb2.HealthCheckRequest(service="liveness"))
     assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
     stream = rig.stub.GenerateStream(streaming(request("the", max_tokens=25)))

@@ -22,7 +22,6 @@ from support.planner_rig import (
 
 from neoflex.v1 import executor_pb2
 from neoflex.v1 import inference_pb2 as pb
-from planner_svc import engine as engine_module
 from planner_svc.scheduler import MAX_LOSSES, MAX_LOSSES_IN_A_ROW
 from svc_common.policy import ExecutionPolicy
 
@@ -390,9 +389,8 @@ async def test_constraints_in_hand_are_made_ready_before_the_first_iteration(sta
     assert got + tokens_of(await collect(stream)) == answer_of(rig, "the", 40)
 
 
-async def test_waiting_for_the_executor_is_no_stall(start_rig: StartRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "STALLED_AFTER_S", 0.2)
-    rig = await start_rig(slow())
+async def test_waiting_for_the_executor_is_no_stall(start_rig: StartRig) -> None:
+    rig = await start_rig(slow(), watchdog_s=0.2)
     streams, _ = await begin(rig)
     await rig.executor.kill()
     await rig.until(lambda: not rig.server._engine.availability.is_open)

@@ -82,8 +82,12 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
     plans: list[executor_pb2.IterationPlan] = field(default_factory=list)
     held: dict[int, Held] = field(default_factory=dict)
     most_plans_waiting: int = 0
+    stopping: bool = False
+    """As it says itself."""
     problems: list[str] = field(default_factory=list)
     """Promises that the planner broke."""
+    num_streams: int = 0
+    """Of plans, that are open."""
 
     def __post_init__(self) -> None:
         self.gate.set()
@@ -118,7 +122,7 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
     # --- the service
 
     async def GetExecutorStatus(self, request: Any, context: Any) -> executor_pb2.GetExecutorStatusResponse:  # noqa: N802
-        return executor_pb2.GetExecutorStatusResponse(epoch=self._epoch)
+        return executor_pb2.GetExecutorStatusResponse(epoch=self._epoch, stopping=self.stopping)
 
     async def CompileGrammar(self, request: Any, context: Any) -> executor_pb2.CompileGrammarResponse:  # noqa: N802
         self.grammars.append(request.grammar)
@@ -175,6 +179,7 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
             waiting.put_nowait(None)
 
         receiver = asyncio.create_task(receive())
+        self.num_streams += 1
         try:
             while plan := await waiting.get():
                 await asyncio.sleep(self.iteration_s)
@@ -186,6 +191,7 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
                     await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
                 yield executor_pb2.ExecuteResponse(result=self._run(plan))
         finally:
+            self.num_streams -= 1
             receiver.cancel()
 
     def _dies_of(self, plan: executor_pb2.IterationPlan) -> bool:
@@ -341,6 +347,8 @@ class FakeHost(cpu_attention_pb2_grpc.CpuAttentionServiceServicer):
         self.says_so.set()
         self.alive = False
         self.refuses = False
+        self.stopping = False
+        """As it says itself; it opens no region any more then."""
         self._address = "127.0.0.1:0"
 
     async def start(self) -> str:
@@ -357,13 +365,17 @@ class FakeHost(cpu_attention_pb2_grpc.CpuAttentionServiceServicer):
         await self._server.stop(0)
 
     def open_region(self, epoch: int) -> bool:
-        if self.alive and not self.refuses:
+        if self.alive and not self.refuses and not self.stopping:
             self.region_epoch = epoch
-        return self.alive and not self.refuses
+            return True
+        return False
 
     async def GetCpuAttentionStatus(self, request: Any, context: Any) -> Any:  # noqa: N802
         return cpu_attention_pb2.GetCpuAttentionStatusResponse(
-            epoch=self.region_epoch, num_threads=self.num_threads, max_threads=self.max_threads
+            epoch=self.region_epoch,
+            num_threads=self.num_threads,
+            max_threads=self.max_threads,
+            stopping=self.stopping,
         )
 
     async def SetThreads(self, request: Any, context: Any) -> Any:  # noqa: N802
