@@ -57,10 +57,10 @@ class Exporters:
         self.tracer: Tracer = self._tracers.get_tracer(SCOPE)
         self.logger: Logger = self._loggers.get_logger(SCOPE)
 
-    def close(self, limit_s: float, more: Callable[[], None]) -> None:
-        """Sends what waits, and what `more` sends; what has not gone within `limit_s` is lost."""
+    def close(self, limit_s: float, *more: Callable[[], None]) -> None:
+        """Sends what waits, beside whatever else is to end; what has not gone within `limit_s` is lost."""
         ends = [
-            threading.Thread(target=end, daemon=True) for end in (self._tracers.shutdown, self._loggers.shutdown, more)
+            threading.Thread(target=end, daemon=True) for end in (*more, self._tracers.shutdown, self._loggers.shutdown)
         ]
         for thread in ends:
             thread.start()

@@ -74,8 +74,8 @@ class Telemetry:
         from svc_common.telemetry.metrics import make_meter_provider
 
         exporter = self._exporters.metrics if self._exporters else None
-        resource, interval_s = _resource(self.meters.service), self.config.export_interval_s
-        self._provider = make_meter_provider(self.meters, resource, exporter, interval_s, self._registry)
+        interval_s = self.config.export_interval_s
+        self._provider = make_meter_provider(self.meters, self._resource, exporter, interval_s, self._registry)
 
     @property
     def registry(self) -> "CollectorRegistry":
@@ -88,29 +88,16 @@ class Telemetry:
 
     def close(self) -> None:
         """Sends what waits to be sent, if that takes no longer than a second."""
-        if self._endpoint:
-            self._endpoint.close()
         if self._handler:
             logging.getLogger().removeHandler(self._handler)
-        end_metrics = self._provider.shutdown if self._provider else _nothing
+        ends = [part.close for part in (self._endpoint,) if part] + [
+            part.shutdown for part in (self._provider,) if part
+        ]
         if self._exporters:
-            self._exporters.close(_CLOSE_S, end_metrics)
+            self._exporters.close(_CLOSE_S, *ends)
         else:
-            end_metrics()
-
-    def _export(self) -> None:
-        from svc_common.telemetry.exporters import Exporters
-        from svc_common.telemetry.log_records import OtlpHandler
-
-        self._exporters = Exporters(self.config, _resource(self.meters.service))
-        self.tracer = self._exporters.tracer
-        self._handler = OtlpHandler(self._exporters.logger)
-        logging.getLogger().addHandler(self._handler)
-        logger.info("traces, metrics and logs go to %s", self.config.otlp_endpoint or "the collector")
-
-
-def _nothing() -> None:
-    """Ends the metrics of a service that has none."""
+            for end in ends:
+                end()
 
 
 def _resource(service: str) -> "Resource":
