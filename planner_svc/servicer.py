@@ -173,10 +173,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         except BaseException as error:  # Its call was cancelled, say.
             self._meters.refused(span, type(error).__name__, arrival_ns)
             raise
-        span.accept(request)
-        self._note_prompt(span, prompt, tokens)
         # Cancelled, past its deadline, broken: whichever way the call ends, nobody waits for the rest.
         context.add_done_callback(lambda _: self._engine.withdraw(generation))  # type: ignore[arg-type]  # stub: a class
+        span.accept(request)
+        self._note_prompt(span, prompt, tokens)
         return generation
 
     def _note_prompt(self, span: RequestSpan, prompt: Prompt, tokens: Sequence[int]) -> None:
