@@ -19,6 +19,7 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent import futures
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import grpc
 from gateway import PROMPT_TOKENS, HttpFace, tokens_per_s
@@ -31,13 +32,13 @@ _SCRAPE_S = 5.0
 SYSTEMS = ("off", "prometheus", "otlp")
 
 
-class _Sink(grpc.GenericRpcHandler):  # type: ignore[misc]  # of any base class, says the stub
+class _Sink(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in the type stubs only
     """Takes every export; an empty answer means that all of it was accepted."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
 
-    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
         return grpc.unary_unary_rpc_method_handler(self._take)
 
     def _take(self, request: bytes, context: grpc.ServicerContext) -> bytes:
@@ -49,7 +50,7 @@ class _Sink(grpc.GenericRpcHandler):  # type: ignore[misc]  # of any base class,
 def collector() -> Iterator[tuple[str, _Sink]]:
     """Its endpoint, and what it was sent."""
     sink = _Sink()
-    server = grpc.server(futures.ThreadPoolExecutor(4), handlers=(sink,))
+    server = grpc.server(futures.ThreadPoolExecutor(4), handlers=[sink])
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     yield f"http://127.0.0.1:{port}", sink
