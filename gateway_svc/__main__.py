@@ -8,9 +8,10 @@ import sys
 from gateway_svc.keys import KeysError
 from gateway_svc.server import GatewayServer
 from svc_common import config as configuration
-from svc_common.config import Config, GatewayConfig
+from svc_common.config import Config, ConfigError, GatewayConfig
 from svc_common.grpc_server import ListenError, StopSignal
 from svc_common.logs import configure_logging
+from svc_common.telemetry.telemetry import Telemetry
 from svc_common.watchdog import Watchdog
 
 SERVICE = "gateway_svc"
@@ -34,11 +35,11 @@ class GatewayWatch:
         return ""  # The planner writes a state of its own.
 
 
-async def serve(config: Config) -> None:
+async def serve(config: Config, telemetry: Telemetry) -> None:
     """Until SIGTERM or SIGINT, and then until the answers in hand have ended."""
     stop = StopSignal()
     gateway = config.gateway or GatewayConfig()
-    server = GatewayServer(gateway, config.planner.listen, config.gateway_drain_s, config.logging.access)
+    server = GatewayServer(gateway, config.planner.listen, config.gateway_drain_s, config.logging.access, telemetry)
     await server.start()
     watchdog = Watchdog(SERVICE, GatewayWatch(server), config.planner.watchdog_s, config.logging)
     watchdog.start()
@@ -67,11 +68,15 @@ def main() -> None:
     config = configuration.load_from_argv(SERVICE)
     configure_logging(SERVICE, config.logging)
     try:
-        asyncio.run(serve(config))
+        telemetry = Telemetry(SERVICE, config.telemetry)
+        try:
+            asyncio.run(serve(config, telemetry))
+        finally:
+            telemetry.close()
     except ListenError as error:
         print(f"{SERVICE}: gateway.listen: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    except KeysError as error:
+    except (ConfigError, KeysError) as error:
         print(f"{SERVICE}: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 

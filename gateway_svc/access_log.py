@@ -21,5 +21,5 @@ class AccessLog:
         values = {"method": method, "route": route, "status": outcome.status, "duration_s": duration_s}
         logger.info(
             "HTTP request ended",
-            extra=fields(**values, operation=outcome.operation or None, error=outcome.error or None),
+            extra=fields(**values, error=outcome.error or None),
         )

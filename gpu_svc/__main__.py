@@ -15,6 +15,7 @@ from gpu_svc.grammars import Grammars
 from gpu_svc.kv_cache import KvShape
 from gpu_svc.link import Link
 from gpu_svc.loading import load_for_device
+from gpu_svc.meters import observe_executor
 from gpu_svc.servicer import ExecutorServicer
 from gpu_svc.table_cache import TableCache, digest, processor_name
 from gpu_svc.watch import ExecutorWatch
@@ -31,6 +32,7 @@ from svc_common.memory import check_fits_memory, usable_memory_bytes
 from svc_common.model.spec import ModelSpec, UnsupportedModelError
 from svc_common.model.store import ModelFiles, ModelNotFoundError, default_cache_dir, resolve
 from svc_common.model.tokenizer import tokenizer_json
+from svc_common.telemetry.telemetry import Telemetry
 from svc_common.watchdog import Watchdog
 
 _GRACE_S = 1.0
@@ -59,13 +61,21 @@ def main() -> None:
     config = load_from_argv(SERVICE)
     configure_logging(SERVICE, config.logging)
     try:
-        asyncio.run(_serve(config))
+        telemetry = Telemetry(SERVICE, config.telemetry)
+    except ConfigError as error:
+        logger.error("%s", error)
+        sys.exit(1)
+    try:
+        telemetry.start_metrics(config.gpu.metrics_listen, "gpu.metrics_listen")
+        asyncio.run(_serve(config, telemetry))
     except _CANNOT_START as error:
         logger.error("%s", error)
         sys.exit(1)
     except ListenError as error:
         logger.error("gpu.listen: %s", error)
         sys.exit(1)
+    finally:
+        telemetry.close()
 
 
 def _num_threads(config: Config) -> int:
@@ -182,14 +192,15 @@ def table_cache(config: Config) -> TableCache | None:
     return TableCache(directory, machine)
 
 
-async def _serve(config: Config) -> None:
+async def _serve(config: Config, telemetry: Telemetry) -> None:
     """Listens before the model is loaded, so that those who ask hear that it is not ready. Raises _CANNOT_START."""
     stop = StopSignal()
     # torch keeps its number of threads per thread.
     with ThreadPoolExecutor(1, "executor", torch.set_num_threads, (_num_threads(config),)) as thread:
         service_name = executor_pb2.DESCRIPTOR.services_by_name["ExecutorService"].full_name
         server = GrpcServer(config.gpu.listen, [service_name])
-        servicer = ExecutorServicer(None, thread, [service.listen for service in config.cpu_attn_services])
+        addresses = [service.listen for service in config.cpu_attn_services]
+        servicer = ExecutorServicer(None, thread, addresses, telemetry.tracer)
         server.register(executor_pb2_grpc.add_ExecutorServiceServicer_to_server, servicer)
         await server.start()
         logger.info("listening on %s, loading the model", server.address)
@@ -200,6 +211,7 @@ async def _serve(config: Config) -> None:
         publishing = asyncio.create_task(watch.publish_health())
         try:
             executor = await _loaded(config, thread, stopped)
+            observe_executor(telemetry.meters, executor)
             servicer.take(executor)
             await watch.publish_now()
             logger.info("ready")

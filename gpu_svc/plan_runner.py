@@ -11,11 +11,14 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor as ThreadExecutor
 from functools import partial
 
+from opentelemetry.context import attach, detach
+
 from gpu_svc.executor import Executor
 from gpu_svc.limits import InvalidPlanError
 from gpu_svc.wire import plan_from_pb
 from neoflex.v1 import executor_pb2 as pb
 from svc_common.plan import ExecutionError, IterationPlan, IterationResult
+from svc_common.telemetry.propagation import parent_of
 
 Begun = Callable[[], None]
 """Told on the executor's thread that the layers of a plan are about to run."""
@@ -36,6 +39,8 @@ class PlanRunner:
         self._results: asyncio.Queue[IterationResult | Exception | None] = asyncio.Queue()
         self._num_pending = 0
         self._is_complete = False
+        self._traceparents: dict[int, str] = {}
+        """Of plans that are traced, by iteration, until their results are sent."""
         self.running: tuple[IterationPlan, float] | None = None
         """The plan that runs and since when, by time.monotonic()."""
 
@@ -45,6 +50,8 @@ class PlanRunner:
             async for request in requests:
                 await self._room.acquire()
                 self._num_pending += 1
+                if request.plan.traceparent:
+                    self._traceparents[request.plan.iteration] = request.plan.traceparent
                 self._plans.append(self._read(request.plan, time.perf_counter_ns()))
                 self._thread.submit(self._run_next)
         finally:
@@ -63,6 +70,10 @@ class PlanRunner:
             if self._is_complete and not self._num_pending:
                 return
 
+    def traceparent_of(self, result: IterationResult) -> str:
+        """Of the plan that yielded it, asked for once; empty where that is not traced."""
+        return self._traceparents.pop(result.iteration, "")
+
     def close(self) -> None:
         """Nobody is there for the results: plans that have not begun do not run."""
         self._plans.clear()
@@ -79,10 +90,14 @@ class PlanRunner:
 
     def _run(self, plan: IterationPlan, received_ns: int, begun: Begun) -> IterationResult:
         self.running = plan, time.monotonic()
+        # What is logged meanwhile belongs there.
+        token = attach(parent_of([("traceparent", plan.traceparent)])) if plan.traceparent else None
         try:
             return self._executor.run(plan, received_ns, begun)
         finally:
             self.running = None
+            if token is not None:
+                detach(token)
 
     def _run_next(self) -> None:
         """On the executor's thread."""

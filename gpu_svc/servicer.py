@@ -10,7 +10,9 @@ from concurrent.futures import Executor as ThreadExecutor
 from typing import Any, TypeVar
 
 import grpc
+from opentelemetry.trace import NoOpTracer, Tracer
 
+from gpu_svc import iteration_span
 from gpu_svc.cpu_attention_client import attach_host_tier, region_shape
 from gpu_svc.device_memory import DoesNotFitError
 from gpu_svc.executor import Executor
@@ -49,12 +51,17 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
     """Thin: the executor decides nothing and this decides less."""
 
     def __init__(
-        self, executor: Executor | None, thread: ThreadExecutor, cpu_attention_addresses: Sequence[str]
+        self,
+        executor: Executor | None,
+        thread: ThreadExecutor,
+        cpu_attention_addresses: Sequence[str],
+        tracer: Tracer | None = None,
     ) -> None:
         """`thread` has one worker, the only one to touch `executor`. Addresses: of all CPU attention services.
 
         Without an executor all calls are answered UNAVAILABLE until `take` brings one.
         """
+        self._tracer = tracer or NoOpTracer()
         self._taken = executor
         self._thread = thread
         self._cpu_attention_addresses = tuple(cpu_attention_addresses)
@@ -239,6 +246,8 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         try:
             async for result in runner.results():
                 yield pb.ExecuteResponse(result=result_to_pb(result))
+                if traceparent := runner.traceparent_of(result):
+                    iteration_span.record(self._tracer, traceparent, result)
             await reader
         finally:
             reader.cancel()

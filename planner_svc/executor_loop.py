@@ -21,6 +21,7 @@ from planner_svc.executor_client import (
     PlanStream,
 )
 from planner_svc.host_watch import PROBE_EVERY_S, HostWatch
+from planner_svc.iteration_meters import IterationMeters
 from planner_svc.policy_keeper import PolicyKeeper
 from planner_svc.scheduler import TokenEvent
 from planner_svc.traces import Traces
@@ -65,6 +66,7 @@ class ExecutorLoop:
         epochs: Epochs,
         watches: Sequence[HostWatch],
         traces: Traces,
+        meters: IterationMeters,
         wait_s: float,
         policies: PolicyKeeper | None = None,
     ) -> None:
@@ -77,6 +79,7 @@ class ExecutorLoop:
         self._epochs = epochs
         self._watches = tuple(watches)
         self._traces = traces
+        self._meters = meters
         self._wait_s = wait_s
         self._policies = policies
         self._driving = False
@@ -125,6 +128,7 @@ class ExecutorLoop:
             self._await_executor(error)
         except Exception:
             logger.exception("the engine failed; all requests end and the executor is opened afresh")
+            self._meters.epoch_ended("engine_failed")
             self._retry_s = _RETRY_S
             self._engine.abandon(unavailable("ENGINE_FAILED", "the engine failed and is restarting", _RETRY_S))
 
@@ -146,6 +150,7 @@ class ExecutorLoop:
         is_refusal = isinstance(error, EpochRefusedError)
         if self._engine.availability.is_open:
             logger.error("executor lost: %s", error)
+            self._meters.epoch_ended("executor_lost")
             is_certain = not self._executor.was_compiling
             self._engine.lose_executor(self._running_ids(self._in_flight), is_certain)
             if self._wait_s > 0:
@@ -180,6 +185,7 @@ class ExecutorLoop:
     async def _next_epoch(self, end: EpochEnd) -> None:
         """Carries the requests in hand over into a new epoch."""
         logger.warning("epoch %d ends: %s", self._epochs.number, end.value)
+        self._meters.epoch_ended(end.name.lower())
         if end is EpochEnd.FAILED:
             # The oldest plan is the one that failed; what was sent after it never ran.
             self._engine.note_failure(self._in_flight[0].sequence_ids if self._in_flight else ())
@@ -229,12 +235,15 @@ class ExecutorLoop:
             stream.close()
 
     async def _exchange(self, stream: PlanStream, results: "deque[IterationResult | Exception]") -> EpochEnd:
+        assert self.placement is not None
+        device = self.placement.device
         in_flight = self._in_flight
         self._engine.wake.set()
         while True:
             await self._engine.wake.wait()
             self._engine.wake.clear()
             tokens: list[TokenEvent] = []
+            applied: list[tuple[IterationPlan, IterationResult]] = []
             end = self._requested_end
             while results and (end is None or end.takes_results):
                 result = results.popleft()
@@ -246,6 +255,7 @@ class ExecutorLoop:
                 else:
                     plan = in_flight.popleft()
                     self._has_progressed = True
+                    applied.append((plan, result))
                     tokens += self._engine.apply(result)
                     for watch in self._watches:
                         watch.cores.observe(result)
@@ -257,6 +267,8 @@ class ExecutorLoop:
                     await self._feed(stream)
             finally:
                 self._engine.deliver(tokens)
+                for plan, result in applied:
+                    self._meters.applied(plan, result, device)
             if end is not None and not (end.takes_results and in_flight):
                 return end
 
@@ -265,6 +277,7 @@ class ExecutorLoop:
         while len(self._in_flight) < PLANS_AHEAD and (plan := self._engine.plan()):
             for watch, num_in_pool in zip(self._watches, self._engine.num_by_pool, strict=True):
                 watch.cores.planned(plan, num_in_pool)
+            plan = self._meters.planned(plan)
             self._in_flight.append(plan)
             await stream.send(replace(plan, trace=True) if self._traces.are_wanted else plan)
 
@@ -278,10 +291,10 @@ class ExecutorLoop:
             results.append(error)
             self._engine.wake.set()
 
-    @staticmethod
-    def _end_of(result: IterationResult) -> EpochEnd:
+    def _end_of(self, result: IterationResult) -> EpochEnd:
         assert result.error is not None
-        logger.error("iteration %d failed: %s: %s", result.iteration, result.error.value, result.error_message)
+        with self._meters.failed(result):
+            logger.error("iteration %d failed: %s: %s", result.iteration, result.error.value, result.error_message)
         return EpochEnd.HOST_LOST if result.error is ExecutionError.CPU_ATTENTION_LOST else EpochEnd.FAILED
 
     # --- the CPU attention services

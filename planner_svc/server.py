@@ -16,7 +16,11 @@ from planner_svc.executor_client import EpochLimits, ExecutorClient, HostClient
 from planner_svc.executor_loop import ExecutorLoop
 from planner_svc.grammar_door import GrammarDoor
 from planner_svc.host_watch import HostWatch
+from planner_svc.iteration_meters import IterationMeters
 from planner_svc.policy_keeper import PolicyKeeper
+from planner_svc.request_meters import RequestMeters
+from planner_svc.request_span import face_of
+from planner_svc.server_meters import observe_engine
 from planner_svc.servicer import InferenceServicer, ServedModel
 from planner_svc.trace_servicer import TraceServicer
 from planner_svc.traces import Traces
@@ -26,6 +30,7 @@ from svc_common.errors import unavailable
 from svc_common.grpc_server import GrpcServer
 from svc_common.memory import usable_memory_bytes
 from svc_common.policy import ExecutionPolicy
+from svc_common.telemetry.telemetry import Telemetry
 from svc_common.watchdog import Watchdog
 
 SERVICE = "planner_svc"
@@ -39,11 +44,17 @@ _CLOSE_S = 1.0
 class PlannerServer:
     """Started once, stopped once. Ready when the executor is."""
 
-    def __init__(self, config: Config, model: ServedModel) -> None:
+    def __init__(self, config: Config, model: ServedModel, telemetry: Telemetry | None = None) -> None:
         """Raises ConfigError where the model has other layers than the configuration speaks of."""
         planner, services = config.planner, config.cpu_attn_services
         classes = service_classes(planner)
-        self._engine = Engine(model.tokenizer, planner.mode, planner.max_waiting_requests, classes, planner.watchdog_s)
+        self._telemetry = telemetry = telemetry or Telemetry(SERVICE)
+        self._metrics_listen = planner.metrics_listen
+        meters = RequestMeters(telemetry, face_of(model.name, planner.listen), classes.by_name)
+        self._engine = Engine(
+            model.tokenizer, planner.mode, planner.max_waiting_requests, classes, meters, planner.watchdog_s
+        )
+        observe_engine(telemetry.meters, self._engine)
         self._executor = ExecutorClient(config.gpu.listen)
         self._hosts = [HostClient(service.listen) for service in services]
         limits = EpochLimits(planner.max_running_sequences, planner.max_batch_tokens, model.limits.max_sequence_tokens)
@@ -64,7 +75,14 @@ class PlannerServer:
             self._executor, watches, limits, model.block_tokens, model.spec.digest, make_estimator, policy, keeper
         )
         self._loop = ExecutorLoop(
-            self._engine, self._executor, epochs, watches, traces, planner.executor_wait_s, keeper
+            self._engine,
+            self._executor,
+            epochs,
+            watches,
+            traces,
+            IterationMeters(telemetry, self._engine.span_of),
+            planner.executor_wait_s,
+            keeper,
         )
         self._server = GrpcServer(planner.listen, [SERVICE_NAME, _TRACE_SERVICE_NAME])
         self._servicer = InferenceServicer(
@@ -74,6 +92,7 @@ class PlannerServer:
             lambda: self._loop.placement,
             GrammarDoor(self._executor.compile_grammar),
             AccessLog(config.logging.access),
+            meters,
         )
         self._server.register(inference_pb2_grpc.add_InferenceServiceServicer_to_server, self._servicer)
         self._server.register(trace_pb2_grpc.add_TraceServiceServicer_to_server, TraceServicer(traces))
@@ -87,7 +106,8 @@ class PlannerServer:
         return self._server.address
 
     async def start(self) -> None:
-        """Listens. Raises ListenError."""
+        """Listens. Raises ListenError, and ConfigError for the address of the metrics."""
+        self._telemetry.start_metrics(self._metrics_listen, "planner.metrics_listen")
         await self._server.start()
         self._tasks = [asyncio.create_task(self._loop.run()), asyncio.create_task(self._publish_health())]
         self._watchdog.start()

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,10 +17,12 @@ from planner_svc.engine import Engine
 from planner_svc.executor_client import Placement
 from planner_svc.generation import Generation, GenerationRequest
 from planner_svc.grammar_door import GrammarDoor
+from planner_svc.request_meters import RequestMeters
+from planner_svc.request_span import RequestSpan
 from planner_svc.requests import MAX_REQUEST_ID_CHARACTERS, ChatPrompt, GenerationOptions, Limits, Prompt, TextPrompt
 from svc_common.errors import ServiceError, invalid_argument
 from svc_common.logs import log_about
-from svc_common.model.chat_template import ChatTemplateError, ToolsUnknownError
+from svc_common.model.chat_template import ChatTemplateError, ToolsUnknownError, Turn
 from svc_common.model.spec import ModelSpec
 from svc_common.model.tokenizer import Tokenizer
 
@@ -51,6 +53,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         placement: Callable[[], Placement | None],
         grammars: GrammarDoor,
         access: AccessLog,
+        meters: RequestMeters,
     ) -> None:
         """`placement` returns that of the current epoch, None before the first."""
         self._model = model
@@ -63,6 +66,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self.idle = asyncio.Event()
         """Set while no accepted request's call is open: what it was answered has left."""
         self.idle.set()
+        self._meters = meters
         self._started_s = time.monotonic()
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
@@ -160,22 +164,31 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def _accept(self, message: pb.GenerateRequest, context: Context) -> Generation:
         """Checks, tokenizes and submits a request. Raises ServiceError."""
         arrival_ns = time.monotonic_ns()
+        operation = "chat" if message.HasField("chat") else "text_completion"
+        span = self._meters.begin(operation, context.invocation_metadata(), arrival_ns)
+        span.enter()
         try:
             prompt, options = requests.parse_generation(message, self._model.limits, self._classes)
             self._engine.check_open(options.request_id)
             tokens = await self._tokens_of(prompt, prefix="request.")
             grammar = await self._grammars.make_ready(options.constraint) if options.constraint else ""
-            request = self._resolve(prompt, tokens, options, grammar, arrival_ns)
+            request = self._resolve(prompt, tokens, options, grammar, arrival_ns, span)
             generation = self._engine.submit(request, f"request.{requests.prompt_field(prompt)}")
         except ServiceError as error:
             self._engine.counters.refused_requests += 1
             self._access.refused(message.request_id[:MAX_REQUEST_ID_CHARACTERS], _gateway_id(context), error)
+            self._meters.refused(span, error.reason, arrival_ns)
+            raise
+        except BaseException as error:  # Its call was cancelled, say.
+            self._meters.refused(span, type(error).__name__, arrival_ns)
             raise
         log_about(request.request_id)
         self._num_open += 1
         self.idle.clear()
         gateway_id = _gateway_id(context)
         context.add_done_callback(lambda _: self._end(generation, gateway_id))  # type: ignore[arg-type]  # stub: a class
+        span.accept(request)
+        self._note_prompt(span, prompt, tokens)
         return generation
 
     def _end(self, generation: Generation, gateway_id: str | None) -> None:
@@ -185,6 +198,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._num_open -= 1
         if not self._num_open:
             self.idle.set()
+
+    def _note_prompt(self, span: RequestSpan, prompt: Prompt, tokens: Sequence[int]) -> None:
+        if not span.captures_content:
+            return
+        match prompt:
+            case ChatPrompt(turns):
+                span.note_prompt(turns)
+            case TextPrompt(text):
+                span.note_prompt([Turn("user", text)])
+            case _:
+                span.note_prompt([Turn("user", self._model.tokenizer.decode(tokens))])
 
     async def _tokens_of(self, prompt: Prompt, prefix: str) -> tuple[int, ...]:
         """Token ids of a prompt; text is tokenized on another thread, so that a long one holds up nobody.
@@ -208,7 +232,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         return tokens
 
     def _resolve(
-        self, prompt: Prompt, tokens: tuple[int, ...], options: GenerationOptions, grammar: str, arrival_ns: int
+        self,
+        prompt: Prompt,
+        tokens: tuple[int, ...],
+        options: GenerationOptions,
+        grammar: str,
+        arrival_ns: int,
+        span: RequestSpan,
     ) -> GenerationRequest:
         end_token_ids = options.stop_token_ids
         if not options.ignore_eos:
@@ -227,6 +257,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             service_class=options.service_class,
             targets=options.targets,
             cache_salt=options.cache_salt,
+            span=span,
         )
 
 

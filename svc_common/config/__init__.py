@@ -9,6 +9,7 @@ from svc_common.config.logs import LoggingConfig
 from svc_common.config.model import KvConfig, ModelConfig
 from svc_common.config.planner import MAX_TARGET_S, ClassConfig, Mode, PhasePolicy, PlannerConfig
 from svc_common.config.root import Config
+from svc_common.config.telemetry import TelemetryConfig
 from svc_common.config.types import MAX_PORT, Section, checked_address
 from svc_common.config.workers import CpuAttnConfig, GpuConfig
 
@@ -28,6 +29,7 @@ __all__ = [
     "PhasePolicy",
     "PlannerConfig",
     "Section",
+    "TelemetryConfig",
     "checked_address",
     "load",
     "load_cpu_attn_from_argv",

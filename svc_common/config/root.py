@@ -9,6 +9,7 @@ from svc_common.config.gateway import GatewayConfig
 from svc_common.config.logs import LoggingConfig
 from svc_common.config.model import KvConfig, ModelConfig
 from svc_common.config.planner import PlannerConfig
+from svc_common.config.telemetry import TelemetryConfig
 from svc_common.config.types import Section
 from svc_common.config.workers import CpuAttnConfig, GpuConfig
 
@@ -30,6 +31,7 @@ class Config(Section):
     )
     """One for each service; a single table is a list of one."""
     gateway: GatewayConfig | None = None
+    telemetry: TelemetryConfig = TelemetryConfig()
     logging: LoggingConfig = LoggingConfig()
 
     @property
