@@ -63,7 +63,9 @@ class Planner:
 
     async def model(self) -> Model:
         if self._model is None:
-            info: pb.GetModelInfoResponse = await self._call(self._stub.GetModelInfo(pb.GetModelInfoRequest(), metadata=self._metadata))
+            info: pb.GetModelInfoResponse = await self._call(
+                self._stub.GetModelInfo(pb.GetModelInfoRequest(), metadata=self._metadata)
+            )
             end = frozenset(info.eos_token_ids)
             self._model = Model(info.name, info.context_tokens, end, info.tool_call_format)
         return self._model
@@ -98,9 +100,7 @@ class Planner:
 
     async def server_info(self) -> pb.GetServerInfoResponse:
         request = pb.GetServerInfoRequest()
-        return await self._call(
-            self._stub.GetServerInfo(request, timeout=_CHECK_TIMEOUT_S, metadata=self._metadata)
-        )
+        return await self._call(self._stub.GetServerInfo(request, timeout=_CHECK_TIMEOUT_S, metadata=self._metadata))
 
     async def load(self) -> pb.GetLoadResponse:
         request = pb.GetLoadRequest()

@@ -257,7 +257,9 @@ class HostClient:
     async def set_threads(self, num_threads: int) -> None:
         """From the next iteration on. Raises ThreadsUnchangedError where that is not certain."""
         try:
-            await self._link.stub.SetThreads(cpu_attention_pb2.SetThreadsRequest(num_threads=num_threads), timeout=_PROBE_S)
+            await self._link.stub.SetThreads(
+                cpu_attention_pb2.SetThreadsRequest(num_threads=num_threads), timeout=_PROBE_S
+            )
         except grpc.aio.AioRpcError as error:
             raise ThreadsUnchangedError(f"{error.code().name}: {error.details()}") from error
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import ByteSize, Field, model_validator
 
-from svc_common.config.types import Address, Group, Size
+from svc_common.config.types import Address, Group, Section, Size
 
 _MAX_BODY_BYTES = 48 * 2**20
 """Leaves room in the planner's largest message for what JSON writes shorter than protobuf."""

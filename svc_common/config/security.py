@@ -9,7 +9,7 @@ from svc_common.config.types import Section
 
 
 class TlsConfig(Section):
-    """Where there is [tls], each address `host:port` of the configuration speaks TLS; those that are `unix:path` do not.
+    """With [tls] each address `host:port` of the configuration speaks TLS; those that are `unix:path` do not.
 
     gpu_svc and cpu_attn_svc then ask their callers for a certificate of `ca`; planner_svc and gateway_svc do where
     their `client_certificates` says so. All files are PEM, and are read again when they change.

@@ -104,9 +104,7 @@ class ApiKeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
 
 
 async def _refuse(requests: AsyncIterator[bytes], context: object) -> AsyncIterator[bytes]:
-    raise unauthenticated(
-        "API_KEY_INVALID", "no valid API key; send one in the metadata: authorization: Bearer KEY"
-    )
+    raise unauthenticated("API_KEY_INVALID", "no valid API key; send one in the metadata: authorization: Bearer KEY")
     yield b""  # Makes it a generator.
 
 

@@ -3,7 +3,7 @@
 import logging
 import ssl
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
@@ -88,7 +88,8 @@ class TlsFiles:
             shown = identity
             return configuration(identity)
 
-        return grpc.dynamic_ssl_server_credentials(configuration(shown), renewed, client_certificates)
+        fetch: Any = renewed  # The type stubs know no None.
+        return grpc.dynamic_ssl_server_credentials(configuration(shown), fetch, client_certificates)
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """Of the files as they are now. Raises ConfigError where they are of no use for calls."""
