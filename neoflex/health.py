@@ -17,10 +17,10 @@ _HTTP_PATHS = {READINESS: "/health/ready", LIVENESS: "/health/live"}
 def complaint(address: str, service: str, timeout_s: float, access: Access | None = None) -> str | None:
     """Why the service at `host:port`, `unix:path` or `http[s]://host:port` is not well; None where it is.
 
-    `service`: a name of the server's health service; by HTTP there are "readiness" and "liveness" alone. Raises
-    AccessError.
+    `service`: a name of the server's health service; by HTTP there are "readiness" and "liveness" alone. `access`: by
+    default that of the environment. Raises AccessError.
     """
-    access = access or Access()
+    access = access or Access.of(None, None)
     if address.startswith(("http://", "https://")):
         return _http_complaint(address, service, timeout_s, access)
     with access.channel(address) as channel:

@@ -98,9 +98,9 @@ async def test_the_planner_lets_the_gateway_in(authority: Authority, tmp_path: P
         sections = {"tls": issued.section, "gateway": {"planner_key_file": str(own_key)}}
         async with gateway(planner.address, **sections) as server, client_of(server, authority.ca) as client:
             await _all_routes(client, planner.fake)
-        async with gateway(planner.address, tls=issued.section, planner={"api_keys_file": str(keys)}) as server:
-            async with client_of(server, authority.ca) as client:
-                assert (await client.post(CHAT, json=HI)).status_code == 200
+        sections = {"tls": issued.section, "planner": {"api_keys_file": str(keys)}}  # The first of these.
+        async with gateway(planner.address, **sections) as server, client_of(server, authority.ca) as client:
+            assert (await client.post(CHAT, json=HI)).status_code == 200
 
 
 async def _all_routes(client: httpx2.AsyncClient, fake: FakePlanner) -> None:
@@ -119,12 +119,12 @@ async def _all_routes(client: httpx2.AsyncClient, fake: FakePlanner) -> None:
 async def test_a_planner_that_refuses_it_is_the_operators_affair(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("theirs")
-    async with fake_planner(door=Door(keys=ApiKeys("planner.api_keys_file", keys))) as planner:
-        async with (
-            gateway(planner.address) as server,
-            httpx2.AsyncClient(base_url=f"http://{server.address}") as client,
-        ):
-            response = await client.post(CHAT, json=HI, headers={"authorization": "Bearer theirs"})
+    async with (
+        fake_planner(door=Door(keys=ApiKeys("planner.api_keys_file", keys))) as planner,
+        gateway(planner.address) as server,
+        httpx2.AsyncClient(base_url=f"http://{server.address}") as client,
+    ):
+        response = await client.post(CHAT, json=HI, headers={"authorization": "Bearer theirs"})
     assert response.status_code == 502
     assert response.json()["error"]["code"] == "planner_refuses_gateway"
     assert "gateway.planner_key_file" in response.json()["error"]["message"]
@@ -132,11 +132,13 @@ async def test_a_planner_that_refuses_it_is_the_operators_affair(tmp_path: Path)
 
 
 async def test_headers_have_a_limit() -> None:
-    async with fake_planner() as planner, gateway(planner.address) as server:
-        async with httpx2.AsyncClient(base_url=f"http://{server.address}") as client:
-            assert (await client.post(CHAT, json=HI, headers={"x-large": "x" * 60_000})).status_code == 200
-            with pytest.raises(httpx2.HTTPStatusError, match="400"):
-                (await client.post(CHAT, json=HI, headers={"x-large": "x" * 10**6})).raise_for_status()
+    async with (
+        fake_planner() as planner,
+        gateway(planner.address) as server,
+        httpx2.AsyncClient(base_url=f"http://{server.address}") as client,
+    ):
+        assert (await client.post(CHAT, json=HI, headers={"x-large": "x" * 60_000})).status_code == 200
+        assert (await client.post(CHAT, json=HI, headers={"x-large": "x" * 100_000})).status_code == 400
     assert len(planner.fake.requests) == 1
 
 

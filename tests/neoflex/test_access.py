@@ -12,6 +12,7 @@ import pytest
 from support.certificates import Authority, Issued
 from support.command import Run
 from support.inference import InferenceServer, inference_server
+from support.traces import gpu_only
 
 from neoflex import AccessError, AsyncClient, Client, NeoflexError, Tls, UnauthenticatedError, UnavailableError
 from neoflex.access import Access
@@ -123,6 +124,7 @@ def test_each_command_gets_in_by_options(guarded: InferenceServer, own: Issued, 
     at = ["--address", guarded.address, *options_of(own), "--api-key-file", str(key)]
     assert "a b c" in run("generate", "hello", "--json", *at).out
     assert json.loads(run("status", "--json", *at).out)["model"]["name"]
+    guarded.traces.traces = [gpu_only(1, 0)]
     assert run("trace", "--seconds", "20", "--iterations", "1", "--output", str(tmp_path / "t.json"), *at).code == 0
     assert run("bench", "--requests", "2", "--warm-up", "0", "--json", *at).code == 0
     assert run("health", guarded.address, *options_of(own)).code == 0
