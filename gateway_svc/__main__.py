@@ -22,7 +22,7 @@ async def serve(config: Config) -> None:
     """Until SIGTERM or SIGINT, and then until the answers in hand have ended."""
     gateway = config.gateway or GatewayConfig()
     access = access_of(config)
-    server = GatewayServer(gateway, config.planner.listen, DRAIN_GRACE_S, access)
+    server = GatewayServer(gateway, config.planner.listen, DRAIN_GRACE_S, access=access)
     await server.start()
     logger.info("listening on %s, planner at %s", server.address, config.planner.listen)
     asks_who = gateway.api_keys_file is not None or gateway.client_certificates

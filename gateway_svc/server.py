@@ -41,7 +41,7 @@ class GatewayServer:
     """Started once, stopped once."""
 
     def __init__(
-        self, config: GatewayConfig, planner_address: str, grace_s: float, access: Access | None = None
+        self, config: GatewayConfig, planner_address: str, grace_s: float, *, access: Access | None = None
     ) -> None:
         """Running answers may go on for `grace_s` after `stop`. Raises ConfigError."""
         access = access or Access()

@@ -128,6 +128,9 @@ class TlsFiles:
         if client_certificates and identity.ca is not None:
             context.load_verify_locations(cadata=identity.ca.decode())
             context.verify_mode = ssl.CERT_REQUIRED
+            # A resumed session would be let in on the strength of CAs and dates that held when it began.
+            context.options |= ssl.OP_NO_TICKET
+            context.num_tickets = 0
         return context
 
     def _check_use(self, use: str) -> None:

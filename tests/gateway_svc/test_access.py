@@ -33,7 +33,7 @@ async def gateway(planner_address: str, **sections: dict[str, Any]) -> AsyncIter
     own = {"listen": "127.0.0.1:0", **sections.pop("gateway", {})}
     planner = {"listen": planner_address, **sections.pop("planner", {})}
     config = parse({"gateway": own, "planner": planner, **sections}, "test")
-    server = GatewayServer(config.gateway or GatewayConfig(), planner_address, 5, access_of(config))
+    server = GatewayServer(config.gateway or GatewayConfig(), planner_address, 5, access=access_of(config))
     await server.start()
     try:
         yield server
@@ -72,6 +72,8 @@ async def test_client_certificates(authority: Authority, tmp_path: Path) -> None
     issued, own = authority.issue("gateway"), authority.issue("client")
     theirs = Authority(tmp_path / "theirs").issue("client")
     late = authority.issue("late", expired=True)
+    kept = tmp_path / "kept.pem"
+    kept.write_bytes(authority.ca.read_bytes())
     # The planner behind it is another matter, and on a Unix socket.
     async with fake_planner(f"unix:{tmp_path}/planner") as planner:
         sections = {"tls": issued.section, "gateway": {"client_certificates": True}}
@@ -82,7 +84,14 @@ async def test_client_certificates(authority: Authority, tmp_path: Path) -> None
                 async with client_of(server, authority.ca, wrong) as client:
                     with pytest.raises(httpx2.HTTPError):
                         await client.post(CHAT, json=HI)
-    assert len(planner.fake.requests) == 1
+            # The CA is exchanged: who was a stranger is let in, and who was let in is a stranger.
+            issued.ca.write_bytes(theirs.ca.read_bytes())
+            async with client_of(server, kept, theirs) as client:
+                assert (await client.post(CHAT, json=HI)).status_code == 200
+            async with client_of(server, kept, own) as client:
+                with pytest.raises(httpx2.HTTPError):
+                    await client.post(CHAT, json=HI)
+    assert len(planner.fake.requests) == 2
 
 
 async def test_the_planner_lets_the_gateway_in(authority: Authority, tmp_path: Path) -> None:
