@@ -70,7 +70,7 @@ class AccessError(NeoflexError):
     """The client's own certificate, CA or key can't be used; no server was asked."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(message, "UNAUTHENTICATED", "CLIENT_FILES")
+        super().__init__(message, "FAILED_PRECONDITION", "CLIENT_FILES")
 
 
 _BY_CODE: dict[str, type[NeoflexError]] = {
