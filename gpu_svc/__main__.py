@@ -30,6 +30,7 @@ from svc_common.model.store import ModelFiles, ModelNotFoundError, default_cache
 from svc_common.model.tokenizer import tokenizer_json
 from svc_common.security.door import Door, gpu_door
 from svc_common.security.tls import TlsFiles
+from svc_common.service_link import check_can_call
 
 _GRACE_S = 5.0
 
@@ -56,6 +57,7 @@ def main() -> None:
     torch.set_num_threads(_num_threads(config))
     try:
         tls = TlsFiles.of(config.tls)
+        check_can_call([service.listen for service in config.cpu_attn_services], tls)
         door = gpu_door(config, tls)
         executor = make_executor(config)
     except _CANNOT_START as error:

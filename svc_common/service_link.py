@@ -1,7 +1,7 @@
 """How a service calls another: a channel, by TLS where the address has a port and there is [tls]."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 import grpc
@@ -17,6 +17,12 @@ def open_channel(address: str, tls: TlsFiles | None, options: Sequence[tuple[str
         return grpc.aio.insecure_channel(address, options=options)
     name = [("grpc.ssl_target_name_override", tls.server_name)] if tls.server_name else []
     return grpc.aio.secure_channel(address, tls.channel_credentials(), options=[*options, *name])
+
+
+def check_can_call(addresses: Iterable[str], tls: TlsFiles | None) -> None:
+    """Raises ConfigError where the certificate is of no use for calls to one of them, before there is one."""
+    if tls is not None and any(map(speaks_tls, addresses)):
+        tls.channel_credentials()
 
 
 class ServiceLink(Generic[_Stub]):

@@ -16,7 +16,7 @@ from svc_common.config import ConfigError, TlsConfig
 from svc_common.grpc_server import CHANNEL_OPTIONS, GrpcServer
 from svc_common.security.door import Door
 from svc_common.security.tls import TlsFiles
-from svc_common.service_link import ServiceLink
+from svc_common.service_link import ServiceLink, check_can_call
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 REQUEST = health_pb2.HealthCheckRequest(service="liveness")
@@ -185,8 +185,9 @@ def test_what_a_certificate_cannot_be_used_for(ours: Authority, tmp_path: Path) 
     (tmp_path / "server.key").chmod(0o600)
     files = tls_of(Issued(for_servers, tmp_path / "server.key", for_servers))
     files.server_credentials(client_certificates=True)
+    check_can_call(["unix:/s"], files)
     with pytest.raises(ConfigError, match="extended key usage does not allow it to be a client's"):
-        files.channel_credentials()
+        check_can_call(["unix:/s", "127.0.0.1:1"], files)
 
 
 def _copied(issued: Issued, directory: Path) -> Issued:
