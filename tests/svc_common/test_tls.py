@@ -113,21 +113,24 @@ async def test_unix_sockets_speak_none(ours: Authority, tmp_path: Path) -> None:
 
 async def test_openssl_finds_what_was_configured(ours: Authority) -> None:
     issued = ours.issue("gpu", "gpu", "localhost")
-    texts = []
+    ended = []
     async with serving("127.0.0.1:0", Door(tls_of(issued), client_certificates=True)) as server:
         command = ["openssl", "s_client", "-connect", server.address, "-CAfile", str(issued.ca), "-alpn", "h2"]
         command += ["-servername", "gpu", "-verify_hostname", "gpu", "-verify_return_error"]
         own = ["-cert", str(issued.certificate), "-key", str(issued.key)]
-        for more in ([], own, ["-tls1_1"]):
+        # Of 1.3 a client's part of the handshake ends before the server has seen that there is no certificate.
+        for more in (["-tls1_2"], ["-tls1_2", *own], own, ["-tls1_1", *own]):
             process = await asyncio.create_subprocess_exec(
                 *command, *more, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
             )
-            texts.append((await process.communicate())[0].decode(errors="replace"))
-    without, with_own, old = texts
-    assert "unexpected eof" in without or "alert" in without
-    assert "Verify return code: 0 (ok)" in with_own
-    assert "ALPN protocol: h2" in with_own
-    assert "Cipher is (NONE)" in old or "no protocols available" in old
+            text = (await process.communicate())[0].decode(errors="replace")
+            ended.append(
+                (process.returncode == 0, "Verify return code: 0 (ok)" in text and "ALPN protocol: h2" in text)
+            )
+    without, *with_own, old = ended
+    assert with_own == [(True, True)] * 2
+    assert not without[0]
+    assert not old[0]
 
 
 async def test_renewed_files_are_taken_without_a_restart(ours: Authority, tmp_path: Path) -> None:
