@@ -14,6 +14,8 @@ from svc_common.config import Config, ConfigError
 from svc_common.cores import CpuClaim, pinnable_cpus, usable_cores
 from svc_common.grpc_server import GrpcServer, ListenError, StopSignal
 from svc_common.logs import configure_logging
+from svc_common.security.door import Door, cpu_attn_door
+from svc_common.security.tls import TlsFiles
 from svc_common.telemetry.telemetry import Telemetry
 from svc_common.watchdog import Watchdog
 
@@ -23,11 +25,11 @@ _STOP_GRACE_S = 1.0
 logger = logging.getLogger(SERVICE)
 
 
-async def serve(config: Config, listen: str, host: AttentionHost) -> None:
+async def serve(config: Config, listen: str, host: AttentionHost, door: Door) -> None:
     """Until SIGTERM or SIGINT, and then until the executor lets go, for at most `config.worker_drain_s`."""
     stop = StopSignal()
     full_name = cpu_attention_pb2.DESCRIPTOR.services_by_name["CpuAttentionService"].full_name
-    server, servicer = GrpcServer(listen, [full_name]), CpuAttentionServicer(host)
+    server, servicer = GrpcServer(listen, [full_name], door), CpuAttentionServicer(host)
     server.register(cpu_attention_pb2_grpc.add_CpuAttentionServiceServicer_to_server, servicer)
     await server.start()
     watch = HostWatch(server, host, servicer, config.planner.watchdog_s)
@@ -55,12 +57,13 @@ def main() -> None:
     claim = CpuClaim(pinnable_cpus(from_end=True), service.num_threads)
     try:
         telemetry = Telemetry(SERVICE, config.telemetry)
+        door = cpu_attn_door(service, key, TlsFiles.of(config.tls))
         host = AttentionHost(service, key, usable_cores(), claim.cpus, config.model.source)
         logger.info("threads stay on CPUs %s", claim.cpus or "of the kernel's choice")
         observe_host(telemetry.meters, host)
         telemetry.start_metrics(service.metrics_listen, f"{key}.metrics_listen")
         try:
-            asyncio.run(serve(config, service.listen, host))
+            asyncio.run(serve(config, service.listen, host, door))
         finally:
             telemetry.close()
     except ListenError as error:

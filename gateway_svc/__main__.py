@@ -1,16 +1,16 @@
 """`python -m gateway_svc --config FILE`: serves HTTP in front of the planner until told to stop."""
 
 import asyncio
-import ipaddress
 import logging
 import sys
 
-from gateway_svc.keys import KeysError
+from gateway_svc.access import access_of
 from gateway_svc.server import GatewayServer
 from svc_common import config as configuration
 from svc_common.config import Config, ConfigError, GatewayConfig
 from svc_common.grpc_server import ListenError, StopSignal
 from svc_common.logs import configure_logging
+from svc_common.security.exposure import exposure
 from svc_common.telemetry.telemetry import Telemetry
 from svc_common.watchdog import Watchdog
 
@@ -39,29 +39,27 @@ async def serve(config: Config, telemetry: Telemetry) -> None:
     """Until SIGTERM or SIGINT, and then until the answers in hand have ended."""
     stop = StopSignal()
     gateway = config.gateway or GatewayConfig()
-    server = GatewayServer(gateway, config.planner.listen, config.gateway_drain_s, config.logging.access, telemetry)
+    access = access_of(config)
+    server = GatewayServer(
+        gateway,
+        config.planner.listen,
+        config.gateway_drain_s,
+        access=access,
+        has_access_log=config.logging.access,
+        telemetry=telemetry,
+    )
     await server.start()
     watchdog = Watchdog(SERVICE, GatewayWatch(server), config.planner.watchdog_s, config.logging)
     watchdog.start()
     logger.info("listening on %s, planner at %s", server.address, config.planner.listen)
-    if gateway.api_keys_file is None and not _is_local(server.address):
-        logger.warning("whoever reaches %s may call: gateway.api_keys_file is not set", server.address)
+    asks_who = gateway.api_keys_file is not None or gateway.client_certificates
+    if complaint := exposure(server.address, access.https is not None, asks_who):
+        logger.warning("%s", complaint)
     await stop.wait()
     logger.info("draining: %d requests in hand, %g s for them", server.num_running, config.gateway_drain_s)
     await server.stop()
     watchdog.stop()
     logger.info("stopped")
-
-
-def _is_local(address: str) -> bool:
-    """Whether only this machine reaches it. A name counts as foreign unless it is localhost."""
-    host = address.rpartition(":")[0].strip("[]")
-    if address.startswith("unix:") or host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def main() -> None:
@@ -76,7 +74,7 @@ def main() -> None:
     except ListenError as error:
         print(f"{SERVICE}: gateway.listen: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    except (ConfigError, KeysError) as error:
+    except ConfigError as error:
         print(f"{SERVICE}: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 

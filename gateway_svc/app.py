@@ -12,20 +12,20 @@ from gateway_svc.console.routes import Console
 from gateway_svc.door import Door
 from gateway_svc.drain import Drain
 from gateway_svc.errors import ApiError
-from gateway_svc.keys import ApiKeys
 from gateway_svc.metrics import Metrics
 from gateway_svc.planner import Planner
 from gateway_svc.routes import Routes
 from gateway_svc.sse import ClientGoneError
 from svc_common.config import GatewayConfig
+from svc_common.security.api_keys import ApiKeys
 from svc_common.telemetry.telemetry import Telemetry
 
 _SHOWN_HEADERS = ("x-request-id", "x-warning", "retry-after")
 
 
 def make_app(config: GatewayConfig, planner: Planner, drain: Drain, access: AccessLog, telemetry: Telemetry) -> ASGIApp:
-    """Raises KeysError."""
-    keys = ApiKeys(config.api_keys_file) if config.api_keys_file else None
+    """Raises ConfigError."""
+    keys = ApiKeys("gateway.api_keys_file", config.api_keys_file) if config.api_keys_file else None
     table = Routes(planner, telemetry.registry, config.max_body_bytes, drain).table
     open_table: list[Route] = []
     if config.console:

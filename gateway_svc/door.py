@@ -16,9 +16,9 @@ from gateway_svc.access_log import AccessLog
 from gateway_svc.context import request_id
 from gateway_svc.drain import Drain
 from gateway_svc.errors import ApiError
-from gateway_svc.keys import ApiKeys
 from gateway_svc.metrics import Metrics, Outcome
 from svc_common.logs import log_about
+from svc_common.security.api_keys import ApiKeys
 from svc_common.telemetry.propagation import headers_of, parent_of
 
 _TRACED_PATHS = ("/v1/chat/completions", "/v1/completions")

@@ -32,6 +32,9 @@ from svc_common.memory import check_fits_memory, usable_memory_bytes
 from svc_common.model.spec import ModelSpec, UnsupportedModelError
 from svc_common.model.store import ModelFiles, ModelNotFoundError, default_cache_dir, resolve
 from svc_common.model.tokenizer import tokenizer_json
+from svc_common.security.door import Door, gpu_door
+from svc_common.security.tls import TlsFiles
+from svc_common.service_link import check_can_call
 from svc_common.telemetry.telemetry import Telemetry
 from svc_common.watchdog import Watchdog
 
@@ -61,13 +64,16 @@ def main() -> None:
     config = load_from_argv(SERVICE)
     configure_logging(SERVICE, config.logging)
     try:
+        tls = TlsFiles.of(config.tls)
+        check_can_call([service.listen for service in config.cpu_attn_services], tls)
+        door = gpu_door(config, tls)
         telemetry = Telemetry(SERVICE, config.telemetry)
     except ConfigError as error:
         logger.error("%s", error)
         sys.exit(1)
     try:
         telemetry.start_metrics(config.gpu.metrics_listen, "gpu.metrics_listen")
-        asyncio.run(_serve(config, telemetry))
+        asyncio.run(_serve(config, telemetry, door, tls))
     except _CANNOT_START as error:
         logger.error("%s", error)
         sys.exit(1)
@@ -192,15 +198,15 @@ def table_cache(config: Config) -> TableCache | None:
     return TableCache(directory, machine)
 
 
-async def _serve(config: Config, telemetry: Telemetry) -> None:
+async def _serve(config: Config, telemetry: Telemetry, door: Door, tls: TlsFiles | None) -> None:
     """Listens before the model is loaded, so that those who ask hear that it is not ready. Raises _CANNOT_START."""
     stop = StopSignal()
     # torch keeps its number of threads per thread.
     with ThreadPoolExecutor(1, "executor", torch.set_num_threads, (_num_threads(config),)) as thread:
         service_name = executor_pb2.DESCRIPTOR.services_by_name["ExecutorService"].full_name
-        server = GrpcServer(config.gpu.listen, [service_name])
+        server = GrpcServer(config.gpu.listen, [service_name], door)
         addresses = [service.listen for service in config.cpu_attn_services]
-        servicer = ExecutorServicer(None, thread, addresses, telemetry.tracer)
+        servicer = ExecutorServicer(None, thread, addresses, tls, telemetry.tracer)
         server.register(executor_pb2_grpc.add_ExecutorServiceServicer_to_server, servicer)
         await server.start()
         logger.info("listening on %s, loading the model", server.address)

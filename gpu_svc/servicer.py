@@ -36,6 +36,7 @@ from svc_common.memory import size_text, usable_memory_bytes
 from svc_common.plan import IterationPlan
 from svc_common.plan_text import plan_text
 from svc_common.policy import ExecutionPolicy
+from svc_common.security.tls import TlsFiles
 from svc_common.tensor_plane import PlaneError
 
 # One runs and one waits; a planner that sends more is held back by the stream.
@@ -55,9 +56,11 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         executor: Executor | None,
         thread: ThreadExecutor,
         cpu_attention_addresses: Sequence[str],
+        tls: TlsFiles | None = None,
         tracer: Tracer | None = None,
     ) -> None:
-        """`thread` has one worker, the only one to touch `executor`. Addresses: of all CPU attention services.
+        """`thread` has one worker, the only one to touch `executor`. Addresses: of all CPU attention services, and
+        `tls` to call them with.
 
         Without an executor all calls are answered UNAVAILABLE until `take` brings one.
         """
@@ -65,6 +68,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         self._taken = executor
         self._thread = thread
         self._cpu_attention_addresses = tuple(cpu_attention_addresses)
+        self._tls = tls
         self._opening = asyncio.Lock()
         self._is_stopping = False
         self._runners: set[PlanRunner] = set()
@@ -234,7 +238,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             return None, ()
         executor = self._executor
         shape = region_shape(executor.decoder, executor.kv_shape, limits, policy, executor.num_gpu_blocks(policy))
-        return await attach_host_tier(self._cpu_attention_addresses, epoch, shape, executor.decoder)
+        return await attach_host_tier(self._cpu_attention_addresses, epoch, shape, executor.decoder, self._tls)
 
     async def Execute(
         self, request_iterator: AsyncIterator[pb.ExecuteRequest], context: Context

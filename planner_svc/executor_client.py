@@ -13,6 +13,8 @@ from planner_svc.estimator import OperationTables
 from svc_common.grpc_server import CHANNEL_OPTIONS
 from svc_common.plan import IterationPlan, IterationResult
 from svc_common.policy import ExecutionPolicy
+from svc_common.security.tls import TlsFiles
+from svc_common.service_link import ServiceLink
 
 _OPTIONS = [
     *CHANNEL_OPTIONS,
@@ -144,9 +146,9 @@ class Placement:
 class ExecutorClient:
     """Talks to gpu_svc. All methods raise ExecutorLostError when it does not answer."""
 
-    def __init__(self, address: str) -> None:
-        self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
-        self._stub = executor_pb2_grpc.ExecutorServiceStub(self._channel)  # type: ignore[no-untyped-call]
+    def __init__(self, address: str, tls: TlsFiles | None = None) -> None:
+        """Raises ConfigError where the certificate is of no use for calls."""
+        self._link = ServiceLink(address, executor_pb2_grpc.ExecutorServiceStub, tls, _OPTIONS)
         self._num_compiling = 0
         self._compiling_failed = False
 
@@ -180,7 +182,7 @@ class ExecutorClient:
             return f"no answer: {error.code().name}"
 
     async def _status(self, timeout_s: float, wait_for_ready: bool = False) -> executor_pb2.GetExecutorStatusResponse:
-        status: executor_pb2.GetExecutorStatusResponse = await self._stub.GetExecutorStatus(
+        status: executor_pb2.GetExecutorStatusResponse = await self._link.stub.GetExecutorStatus(
             executor_pb2.GetExecutorStatusRequest(), timeout=timeout_s, wait_for_ready=wait_for_ready
         )
         return status
@@ -200,7 +202,7 @@ class ExecutorClient:
         )
         timeout_s = (_PROFILE_S if profile else _OPEN_S) + (_LOAD_LAYERS_S if policy else 0.0)
         try:
-            opened = await self._stub.OpenEpoch(request, timeout=timeout_s)
+            opened = await self._link.stub.OpenEpoch(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             if error.code() in _UNREACHABLE:
                 raise _lost(error) from error
@@ -232,7 +234,7 @@ class ExecutorClient:
         request = executor_pb2.CompileGrammarRequest(grammar=grammar)
         self._num_compiling += 1
         try:
-            return str((await self._stub.CompileGrammar(request, timeout=_COMPILE_S)).error)
+            return str((await self._link.stub.CompileGrammar(request, timeout=_COMPILE_S)).error)
         except grpc.aio.AioRpcError as error:
             self._compiling_failed = True
             raise _lost(error) from error
@@ -241,10 +243,10 @@ class ExecutorClient:
 
     def execute(self) -> "PlanStream":
         """A stream for the plans of one epoch."""
-        return PlanStream(self._stub.Execute())
+        return PlanStream(self._link.stub.Execute())
 
     async def close(self) -> None:
-        await self._channel.close(grace=None)
+        await self._link.close()
 
 
 def _memory(opened: executor_pb2.OpenEpochResponse) -> DeviceMemory | None:
@@ -297,12 +299,10 @@ class HostStatus:
 class HostClient:
     """Looks at one cpu_attn_svc: is it there, whose region does it hold; and sizes it. gpu_svc alone works with it."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, tls: TlsFiles | None = None) -> None:
+        """Raises ConfigError where the certificate is of no use for calls."""
         self.address = address
-        self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
-        self._stub = cpu_attention_pb2_grpc.CpuAttentionServiceStub(  # type: ignore[no-untyped-call]
-            self._channel
-        )
+        self._link = ServiceLink(address, cpu_attention_pb2_grpc.CpuAttentionServiceStub, tls, _OPTIONS)
 
     async def status(self) -> HostStatus | None:
         """What it says of itself; None where nobody listens.
@@ -325,7 +325,7 @@ class HostClient:
             return f"no answer: {error.code().name}"
 
     async def _status(self) -> cpu_attention_pb2.GetCpuAttentionStatusResponse:
-        status: cpu_attention_pb2.GetCpuAttentionStatusResponse = await self._stub.GetCpuAttentionStatus(
+        status: cpu_attention_pb2.GetCpuAttentionStatusResponse = await self._link.stub.GetCpuAttentionStatus(
             cpu_attention_pb2.GetCpuAttentionStatusRequest(), timeout=_PROBE_S
         )
         return status
@@ -333,12 +333,14 @@ class HostClient:
     async def set_threads(self, num_threads: int) -> None:
         """From the next iteration on. Raises ThreadsUnchangedError where that is not certain."""
         try:
-            await self._stub.SetThreads(cpu_attention_pb2.SetThreadsRequest(num_threads=num_threads), timeout=_PROBE_S)
+            await self._link.stub.SetThreads(
+                cpu_attention_pb2.SetThreadsRequest(num_threads=num_threads), timeout=_PROBE_S
+            )
         except grpc.aio.AioRpcError as error:
             raise ThreadsUnchangedError(f"{error.code().name}: {error.details()}") from error
 
     async def close(self) -> None:
-        await self._channel.close(grace=None)
+        await self._link.close()
 
 
 def _one_line(message: Message) -> str:

@@ -30,6 +30,8 @@ from svc_common.errors import unavailable
 from svc_common.grpc_server import GrpcServer
 from svc_common.memory import usable_memory_bytes
 from svc_common.policy import ExecutionPolicy
+from svc_common.security.door import planner_door
+from svc_common.security.tls import TlsFiles
 from svc_common.telemetry.telemetry import Telemetry
 from svc_common.watchdog import Watchdog
 
@@ -45,7 +47,9 @@ class PlannerServer:
     """Started once, stopped once. Ready when the executor is."""
 
     def __init__(self, config: Config, model: ServedModel, telemetry: Telemetry | None = None) -> None:
-        """Raises ConfigError where the model has other layers than the configuration speaks of."""
+        """Raises ConfigError where the model has other layers than the configuration speaks of, and where certificates,
+        keys or groups can't be had."""
+        tls = TlsFiles.of(config.tls)
         planner, services = config.planner, config.cpu_attn_services
         classes = service_classes(planner)
         self._telemetry = telemetry = telemetry or Telemetry(SERVICE)
@@ -55,8 +59,8 @@ class PlannerServer:
             model.tokenizer, planner.mode, planner.max_waiting_requests, classes, meters, planner.watchdog_s
         )
         observe_engine(telemetry.meters, self._engine)
-        self._executor = ExecutorClient(config.gpu.listen)
-        self._hosts = [HostClient(service.listen) for service in services]
+        self._executor = ExecutorClient(config.gpu.listen, tls)
+        self._hosts = [HostClient(service.listen, tls) for service in services]
         limits = EpochLimits(planner.max_running_sequences, planner.max_batch_tokens, model.limits.max_sequence_tokens)
 
         num_layers = model.spec.num_layers
@@ -84,7 +88,7 @@ class PlannerServer:
             planner.executor_wait_s,
             keeper,
         )
-        self._server = GrpcServer(planner.listen, [SERVICE_NAME, _TRACE_SERVICE_NAME])
+        self._server = GrpcServer(planner.listen, [SERVICE_NAME, _TRACE_SERVICE_NAME], planner_door(config, tls))
         self._servicer = InferenceServicer(
             model,
             self._engine,
@@ -106,7 +110,7 @@ class PlannerServer:
         return self._server.address
 
     async def start(self) -> None:
-        """Listens. Raises ListenError, and ConfigError for the address of the metrics."""
+        """Listens. Raises ListenError, and ConfigError where TLS or the address of the metrics can't be had."""
         self._telemetry.start_metrics(self._metrics_listen, "planner.metrics_listen")
         await self._server.start()
         self._tasks = [asyncio.create_task(self._loop.run()), asyncio.create_task(self._publish_health())]

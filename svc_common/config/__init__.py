@@ -9,6 +9,7 @@ from svc_common.config.logs import LoggingConfig
 from svc_common.config.model import KvConfig, ModelConfig
 from svc_common.config.planner import MAX_TARGET_S, ClassConfig, Mode, PhasePolicy, PlannerConfig
 from svc_common.config.root import Config
+from svc_common.config.security import TlsConfig
 from svc_common.config.telemetry import TelemetryConfig
 from svc_common.config.types import MAX_PORT, Section, checked_address
 from svc_common.config.workers import CpuAttnConfig, GpuConfig
@@ -30,6 +31,7 @@ __all__ = [
     "PlannerConfig",
     "Section",
     "TelemetryConfig",
+    "TlsConfig",
     "checked_address",
     "load",
     "load_cpu_attn_from_argv",

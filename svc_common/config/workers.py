@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import ByteSize, Field, model_validator
 
 from svc_common.config.telemetry import HostPort
-from svc_common.config.types import Address, Section, Size
+from svc_common.config.types import Address, Group, Section, Size
 
 
 class GpuConfig(Section):
@@ -16,6 +16,8 @@ class GpuConfig(Section):
     """Address of the executor's gRPC service."""
     metrics_listen: HostPort | None = None
     """Address of an HTTP server with /metrics for Prometheus; port 0 takes a free one. Default: none."""
+    socket_group: Group | None = None
+    """Group that may connect where `listen` is a Unix socket; default: the service's own user alone."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """"auto": cuda where there is one."""
     dtype: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"] = "auto"
@@ -51,6 +53,8 @@ class CpuAttnConfig(Section):
     """Address of the control gRPC service."""
     metrics_listen: HostPort | None = None
     """Address of an HTTP server with /metrics for Prometheus; port 0 takes a free one. Default: none."""
+    socket_group: Group | None = None
+    """Group that may connect where `listen` is a Unix socket; default: the service's own user alone."""
     kv_bytes: Size = ByteSize(1024 * 2**20)
     """Size of the service's pool of host KV. 0, of a single one, runs without the service."""
     num_threads: Annotated[int, Field(ge=1)] = 1
@@ -68,6 +72,9 @@ class CpuAttnConfig(Section):
     """Kernel to use; "auto": the best this processor runs."""
     segment_dir: Path = Path("/dev/shm")
     """Directory of the shared region."""
+    segment_group: Group | None = None
+    """Group that may map the shared region, where gpu_svc runs as another user; default: the service's own user alone.
+    The service must belong to it."""
 
     @model_validator(mode="after")
     def _has_threads_within_limits(self) -> "CpuAttnConfig":

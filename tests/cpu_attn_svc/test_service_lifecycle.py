@@ -151,6 +151,8 @@ def test_a_kill_leaves_nothing_once_attached_and_the_next_start_removes_the_rest
         ({"segment_dir": "/nowhere"}, "cpu_attn.segment_dir: /nowhere is no directory"),
         ({"segment_dir": "/proc/self"}, "cpu_attn.segment_dir: nothing can be made in /proc/self: "),
         ({"kv_bytes": "8000TiB"}, "cpu_attn.kv_bytes is 8796093022208000 bytes, "),
+        ({"segment_group": "nobody-s"}, "cpu_attn.segment_group: there is no group 'nobody-s' here"),
+        ({"socket_group": "0"}, "cpu_attn.socket_group has no effect: cpu_attn.listen is 127.0.0.1:50053"),
         ({"listen": "unix:/nowhere/s"}, "cpu_attn.listen: cannot listen on unix:/nowhere/s"),
     ],
 )

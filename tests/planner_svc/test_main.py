@@ -102,6 +102,7 @@ async def test_serves_and_drains_on_sigterm(model_dir: Path, tmp_path: Path, exe
         ("[planner]\nmax_sequence_tokens = 65\n", "planner.max_sequence_tokens must be at most 64"),
         ("[planner]\nmode = 'fast'\n", "planner.mode"),
         ("[planner]\nlisten = 'nobody'\n", "planner.listen"),
+        ("[tls]\ncertificate = '/nowhere'\nkey = '/k'\n", "tls.certificate: /nowhere: No such file or directory"),
         ("chat_template = '/nowhere'\n", "model.chat_template: /nowhere: No such file or directory"),
         ("", "no-such-model"),
     ],
