@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from neoflex.cli import bench, demo, doctor, generate, model, plan, simulate, status, trace, up
+from neoflex.cli import bench, demo, doctor, generate, health, model, plan, simulate, status, trace, up
 from neoflex.cli.output import fail
 from neoflex.errors import NeoflexError
 from neoflex.supervisor import StackError
@@ -21,6 +21,7 @@ app = typer.Typer(
 app.command()(up.up)
 app.command()(generate.generate)
 app.command()(status.status)
+app.command()(health.health)
 app.command()(trace.trace)
 app.command()(bench.bench)
 app.command()(doctor.doctor)

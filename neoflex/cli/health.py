@@ -1,0 +1,34 @@
+"""`neoflex health`: whether one service is well, as an exit code for health checks."""
+
+from typing import Annotated
+
+import typer
+
+from neoflex.cli.arguments import check_address
+from neoflex.cli.output import fail, out
+from neoflex.health import READINESS, complaint
+
+
+def _check_address(address: str) -> str:
+    if not address.startswith("http://"):
+        check_address(address)
+    return address
+
+
+_ADDRESS = typer.Argument(
+    help="Any service's host:port or unix:path, or the gateway's http://host:port.", callback=_check_address
+)
+
+
+def health(
+    address: Annotated[str, _ADDRESS],
+    service: Annotated[
+        str, typer.Option(help='"readiness", "liveness", or a service\'s full gRPC name; "": the whole server.')
+    ] = READINESS,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for the answer.", min=0.01)] = 2.0,
+) -> None:
+    """Ask one service whether it is well: exit code 0, or 1 and why it is not."""
+    found = complaint(address, service, timeout)
+    if found is not None:
+        fail(found)
+    out.print("ok")

@@ -1,0 +1,56 @@
+"""Asks a service how it is, for health checks: by grpc.health.v1, or of the gateway by HTTP. Waits for nothing."""
+
+import http.client
+from urllib.parse import urlsplit
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from neoflex.channel import CHANNEL_OPTIONS, is_serving
+
+READINESS = "readiness"
+LIVENESS = "liveness"
+_HTTP_PATHS = {READINESS: "/health/ready", LIVENESS: "/health/live"}
+
+
+def complaint(address: str, service: str, timeout_s: float) -> str | None:
+    """Why the service at `host:port`, `unix:path` or `http://host:port` is not well; None where it is.
+
+    `service`: a name of the server's health service; by HTTP there are "readiness" and "liveness" alone.
+    """
+    if address.startswith("http://"):
+        return _http_complaint(address, service, timeout_s)
+    with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        try:
+            answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
+        except grpc.RpcError as error:
+            return _grpc_complaint(error, address, service, timeout_s)
+    if is_serving(answer):
+        return None
+    return f"{address}: {service or 'the server'} is {health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)}"
+
+
+def _grpc_complaint(error: grpc.RpcError, address: str, service: str, timeout_s: float) -> str:
+    match error.code():
+        case grpc.StatusCode.NOT_FOUND:
+            return f"{address}: has no service named {service!r}"
+        case grpc.StatusCode.DEADLINE_EXCEEDED:
+            return f"{address}: no answer within {timeout_s:g} s"
+        case _:
+            return f"{address}: {error.code().name}: {error.details()}"
+
+
+def _http_complaint(url: str, service: str, timeout_s: float) -> str | None:
+    if service not in _HTTP_PATHS:
+        return f"{url}: by HTTP there are {' and '.join(_HTTP_PATHS)}, not {service!r}"
+    try:
+        connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=timeout_s)
+        connection.request("GET", _HTTP_PATHS[service])
+        status = connection.getresponse().status
+        connection.close()
+    except TimeoutError:
+        return f"{url}: no answer within {timeout_s:g} s"
+    except (OSError, http.client.HTTPException) as error:
+        return f"{url}: {getattr(error, 'strerror', None) or error}"
+    return None if status == http.HTTPStatus.OK else f"{url}: {service} is {status} {http.HTTPStatus(status).phrase}"
