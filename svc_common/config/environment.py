@@ -11,6 +11,10 @@ from svc_common.config.root import Config
 from svc_common.config.types import Section
 
 _PREFIX = "NEOFLEX_"
+_OF_CLIENTS = frozenset(
+    f"{_PREFIX}{name}" for name in ("API_KEY", "CA_FILE", "CERTIFICATE_FILE", "KEY_FILE", "SERVER_NAME", "TLS")
+)
+"""What clients show a server, `neoflex` commands and health checks in a service's container among them."""
 
 
 def address_names() -> dict[str, tuple[str, str]]:
@@ -23,20 +27,22 @@ def address_names() -> dict[str, tuple[str, str]]:
     }
 
 
-def with_addresses(values: Mapping[str, object], environ: Mapping[str, str]) -> tuple[dict[str, object], dict[str, str]]:
+def with_addresses(
+    values: Mapping[str, object], environ: Mapping[str, str]
+) -> tuple[dict[str, object], dict[str, str]]:
     """A file's values with the environment's addresses over them, and by key which variable it has its value from.
 
-    A variable of [cpu_attn] holds one address for each service, separated by commas. Raises ValueError for a name that
-    is none of `address_names`, and for another number of addresses than there are services.
+    A variable of [cpu_attn] holds one address for each service, separated by commas, or one for all. Raises ValueError
+    for a name that is none of `address_names` or of a client, and for another number of addresses.
     """
     names = address_names()
     given = {name: text for name, text in environ.items() if name.startswith(_PREFIX)}
-    unknown = sorted(given.keys() - names.keys())
+    unknown = sorted(given.keys() - names.keys() - _OF_CLIENTS)
     if unknown:
         raise ValueError(f"{', '.join(unknown)}: unknown; the environment may set {', '.join(sorted(names))}")
     merged, origins = dict(values), {}
-    for name, text in given.items():
-        section, key = names[name]
+    for name in given.keys() & names.keys():
+        text, (section, key) = given[name], names[name]
         if section == "cpu_attn":
             merged[section] = services = _services(merged.get(section), key, name, text)
             origins |= {
@@ -57,8 +63,10 @@ def _section(annotation: object) -> type[Section]:
 def _services(tables: object, key: str, name: str, text: str) -> list[object]:
     services = tables if isinstance(tables, list) else [tables]
     addresses = [part.strip() for part in text.split(",")]
+    if len(addresses) == 1:
+        addresses *= len(services)
     if len(addresses) != len(services):
-        raise ValueError(f"{name}: must be {len(services)} addresses, one for each [[cpu_attn]], are {len(addresses)}")
+        raise ValueError(f"{name}: {len(addresses)} addresses, one for each [[cpu_attn]] would be {len(services)}")
     return [_over(table, key, address) for table, address in zip(services, addresses, strict=True)]
 
 

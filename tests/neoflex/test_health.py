@@ -42,7 +42,7 @@ async def test_each_name_is_asked_for_by_itself(server: GrpcServer) -> None:
 class _Gateway(http.server.BaseHTTPRequestHandler):
     """Alive and not ready."""
 
-    def do_GET(self) -> None:  # noqa: N802  # the library names it
+    def do_GET(self) -> None:  # the library names it
         self.send_response({"/health/live": 200, "/health/ready": 503}[self.path])
         self.end_headers()
 
