@@ -112,7 +112,7 @@ def test_cores_change_while_it_serves(stack: ComposeStack, client: Client, expec
     code, output = stack.container("cpu-attn").exec_run(["neoflex", "threads", str(most + 1)])
     assert (code, output.decode()) == (
         1,
-        f"error: INVALID_ARGUMENT: num_threads must be in [1, {most}], is {most + 1}\n",
+        f"error: INVALID_ARGUMENT: num_threads: must be in [1, {most}], is {most + 1}\n",
     )
     assert stack.run("cpu-attn", "neoflex", "threads", "1") == f"1 of at most {most}\n"
 
