@@ -40,7 +40,8 @@ def with_addresses(
     unknown = sorted(given.keys() - names.keys() - _OF_CLIENTS)
     if unknown:
         raise ValueError(f"{', '.join(unknown)}: unknown; the environment may set {', '.join(sorted(names))}")
-    merged, origins = dict(values), {}
+    merged = dict(values)
+    origins: dict[str, str] = {}
     for name in given.keys() & names.keys():
         text, (section, key) = given[name], names[name]
         if section == "cpu_attn":
