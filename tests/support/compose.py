@@ -84,6 +84,10 @@ class ComposeStack:
         self.container(service).exec_run(["sh", "-c", "kill -KILL $(cat /proc/1/task/1/children)"])
         until(lambda: self.container(service).attrs["RestartCount"] == before + 1, 30, f"a restart of {service}")
 
+    def num_regions(self) -> int:
+        """That cpu-attn has made since the stack came up: one for each epoch in which it is attached."""
+        return int(self.container("cpu-attn").logs().count(b" blocks, "))
+
     def leftovers(self) -> list[str]:
         """What the daemon still has of this project."""
         label = {"label": f"{_PROJECT_LABEL}={self.project}"}
@@ -106,7 +110,12 @@ def _has_torch_wheel() -> bool:
 
 def _override(settings: Path) -> dict[str, object]:
     models = f"{default_cache_dir() / 'models'}:/var/cache/neoflex/models:ro"
-    services = {name: {"volumes": [models]} for name in SERVICES if name != "gateway"}
+    services: dict[str, dict[str, object]] = {name: {} for name in SERVICES}
+    for name, service in services.items():
+        if name != "gateway":
+            service["volumes"] = [models]
+        if name != "model":
+            service["healthcheck"] = {"interval": "2s"}  # Each waits for the one before it.
     return {"services": services, "configs": {"neoflex": {"file": str(settings)}}}
 
 
