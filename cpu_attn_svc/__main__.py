@@ -11,6 +11,8 @@ from svc_common import config as configuration
 from svc_common.config import ConfigError
 from svc_common.cores import CpuClaim, pinnable_cpus, usable_cores
 from svc_common.grpc_server import GrpcServer, ListenError, configure_logging, until_stop_signal
+from svc_common.security.door import Door, cpu_attn_door
+from svc_common.security.tls import TlsFiles
 
 SERVICE = "cpu_attn_svc"
 _STOP_GRACE_S = 1.0
@@ -18,10 +20,10 @@ _STOP_GRACE_S = 1.0
 logger = logging.getLogger(SERVICE)
 
 
-async def serve(listen: str, host: AttentionHost) -> None:
+async def serve(listen: str, host: AttentionHost, door: Door) -> None:
     """Until SIGTERM or SIGINT. The region ends with it, so there is no work to drain."""
     full_name = cpu_attention_pb2.DESCRIPTOR.services_by_name["CpuAttentionService"].full_name
-    server = GrpcServer(listen, [full_name])
+    server = GrpcServer(listen, [full_name], door)
     server.register(cpu_attention_pb2_grpc.add_CpuAttentionServiceServicer_to_server, CpuAttentionServicer(host))
     await server.start()
     await server.set_ready(True)
@@ -39,9 +41,10 @@ def main() -> None:
     # gpu_svc's threads, if pinned, take from the other end.
     claim = CpuClaim(pinnable_cpus(from_end=True), service.num_threads)
     try:
+        door = cpu_attn_door(service, key, TlsFiles.of(config.tls))
         host = AttentionHost(service, key, usable_cores(), claim.cpus, config.model.source)
         logger.info("threads stay on CPUs %s", claim.cpus or "of the kernel's choice")
-        asyncio.run(serve(service.listen, host))
+        asyncio.run(serve(service.listen, host, door))
     except ListenError as error:
         print(f"{SERVICE}: {key}.listen: {error}", file=sys.stderr)
         raise SystemExit(2) from None

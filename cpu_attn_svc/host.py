@@ -11,6 +11,7 @@ from cpu_attn_svc.session import RegionSession
 from svc_common.config import ConfigError, CpuAttnConfig
 from svc_common.cpu_kernels import ThreadPool, choose_instruction_set
 from svc_common.memory import check_fits_memory, huge_page_bytes, usable_memory_bytes
+from svc_common.security.sockets import group_id
 from svc_common.tensor_plane import RegionShape, Segment, remove_stale_segments
 
 if TYPE_CHECKING:  # It needs torch, which takes memory and seconds.
@@ -92,6 +93,8 @@ class AttentionHost:
         if config.num_threads > self.max_threads:
             logger.warning("%s.num_threads is %d, at most %d run here", key, config.num_threads, self.max_threads)
         self._threads = ThreadPool(min(config.num_threads, self.max_threads), cpus)
+        group = config.segment_group
+        self._group = None if group is None else group_id(f"{key}.segment_group", group)
         self._config = config
         self._cpus = cpus
         self._model_source = model_source
@@ -120,7 +123,8 @@ class AttentionHost:
         """
         self.close_region()
         self._load_layers(shape.num_cpu_layers, wanted)
-        segment = Segment.create(self._config.segment_dir, epoch, shape, self._config.kv_bytes, self._cpus)
+        kv_bytes = self._config.kv_bytes
+        segment = Segment.create(self._config.segment_dir, epoch, shape, kv_bytes, self._cpus, self._group)
         self._huge_page_bytes = huge_page_bytes(segment.path)
         try:
             session = RegionSession(segment, self.instruction_set, self._threads, self._layers)

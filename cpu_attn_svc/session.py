@@ -4,12 +4,21 @@ import logging
 import threading
 from typing import TYPE_CHECKING
 
+import numpy as np
 import zmq
 
 from cpu_attn_svc import _attention
 from svc_common.cpu_kernels import ThreadPool
 from svc_common.tensor_plane import PlaneError, Report, Segment
-from svc_common.tensor_plane.messages import Descriptor, WorkError, WorkReport, decode_descriptor, encode_report
+from svc_common.tensor_plane.messages import (
+    MAX_MESSAGE_BYTES,
+    Descriptor,
+    LayerBatch,
+    WorkError,
+    WorkReport,
+    decode_descriptor,
+    encode_report,
+)
 
 if TYPE_CHECKING:
     from cpu_attn_svc.layers import CpuLayers
@@ -38,16 +47,22 @@ class RegionSession:
         self.iterations: int = 0
         """Computed so far."""
         self._layers = layers
+        self._max_tokens = segment.shape.max_tokens
         runner = layers.runner(segment, instruction_set, threads) if layers else None
         self._worker: _attention.Worker | None = _attention.Worker(region, instruction_set, threads, runner)
         self._stop = threading.Event()
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         try:
             self._socket.bind(segment.endpoint)
+            segment.admit_group()
         except zmq.ZMQError as error:
             self._socket.close()
             raise PlaneError(f"{segment.endpoint}: {error}") from error
+        except PlaneError:
+            self._socket.close()
+            raise
         self._thread = threading.Thread(target=self._serve, args=(segment, self._worker), name="region-session")
 
     def start(self) -> None:
@@ -119,6 +134,11 @@ class RegionSession:
         layers, passing = descriptor.layers, descriptor.layer_batches
         if passing and self._layers is None:
             return failed(WorkError.INVALID_DESCRIPTOR, "the region has no CPU layers")
+        try:
+            for batch in passing:
+                _check_tokens(batch, self._max_tokens)
+        except PlaneError as error:
+            return failed(WorkError.INVALID_DESCRIPTOR, str(error))
         # What the addresses in `batches` point to lives as long as `rotations`.
         rotations = [self._layers.rotations(batch) for batch in passing] if self._layers else []
         batches = [
@@ -150,3 +170,11 @@ class RegionSession:
         self.iterations += 1
         report = Report(descriptor.iteration, compute_ns, wait_ns, tuple((e[0], e[1], e[2], e[3]) for e in events))
         return WorkReport(self.epoch, report, self.iterations)
+
+
+def _check_tokens(batch: LayerBatch, max_tokens: int) -> None:
+    """Before anything is made for each of them; the worker checks the rest. Raises PlaneError."""
+    starts, tokens, contexts = batch.chunk_starts, batch.chunk_tokens, batch.context_tokens
+    num_tokens = int(tokens.sum(dtype=np.int64)) + len(contexts)
+    if np.any(tokens < 1) or np.any(starts < 0) or np.any(contexts < 1) or num_tokens > max_tokens:
+        raise PlaneError(f"{num_tokens} tokens pass the CPU layers, of at most {max_tokens}, none before the first")

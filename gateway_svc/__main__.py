@@ -1,15 +1,15 @@
 """`python -m gateway_svc --config FILE`: serves HTTP in front of the planner until told to stop."""
 
 import asyncio
-import ipaddress
 import logging
 import sys
 
-from gateway_svc.keys import KeysError
+from gateway_svc.access import access_of
 from gateway_svc.server import GatewayServer
 from svc_common import config as configuration
-from svc_common.config import Config, GatewayConfig
+from svc_common.config import Config, ConfigError, GatewayConfig
 from svc_common.grpc_server import ListenError, configure_logging, until_stop_signal
+from svc_common.security.exposure import exposure
 
 SERVICE = "gateway_svc"
 DRAIN_GRACE_S = 35.0
@@ -21,26 +21,17 @@ logger = logging.getLogger(SERVICE)
 async def serve(config: Config) -> None:
     """Until SIGTERM or SIGINT, and then until the answers in hand have ended."""
     gateway = config.gateway or GatewayConfig()
-    server = GatewayServer(gateway, config.planner.listen, DRAIN_GRACE_S)
+    access = access_of(config)
+    server = GatewayServer(gateway, config.planner.listen, DRAIN_GRACE_S, access=access)
     await server.start()
     logger.info("listening on %s, planner at %s", server.address, config.planner.listen)
-    if gateway.api_keys_file is None and not _is_local(server.address):
-        logger.warning("whoever reaches %s may call: gateway.api_keys_file is not set", server.address)
+    asks_who = gateway.api_keys_file is not None or gateway.client_certificates
+    if complaint := exposure(server.address, access.https is not None, asks_who):
+        logger.warning("%s", complaint)
     await until_stop_signal()
     logger.info("draining")
     await server.stop()
     logger.info("stopped")
-
-
-def _is_local(address: str) -> bool:
-    """Whether only this machine reaches it. A name counts as foreign unless it is localhost."""
-    host = address.rpartition(":")[0].strip("[]")
-    if address.startswith("unix:") or host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def main() -> None:
@@ -51,7 +42,7 @@ def main() -> None:
     except ListenError as error:
         print(f"{SERVICE}: gateway.listen: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    except KeysError as error:
+    except ConfigError as error:
         print(f"{SERVICE}: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 

@@ -10,19 +10,19 @@ from gateway_svc import door
 from gateway_svc.console.routes import Console
 from gateway_svc.door import Door
 from gateway_svc.errors import ApiError
-from gateway_svc.keys import ApiKeys
 from gateway_svc.metrics import Metrics
 from gateway_svc.planner import Planner
 from gateway_svc.routes import Routes
 from gateway_svc.sse import ClientGoneError
 from svc_common.config import GatewayConfig
+from svc_common.security.api_keys import ApiKeys
 
 _SHOWN_HEADERS = ("x-request-id", "x-warning", "retry-after")
 
 
 def make_app(config: GatewayConfig, planner: Planner) -> ASGIApp:
-    """Raises KeysError."""
-    keys = ApiKeys(config.api_keys_file) if config.api_keys_file else None
+    """Raises ConfigError."""
+    keys = ApiKeys("gateway.api_keys_file", config.api_keys_file) if config.api_keys_file else None
     metrics = Metrics()
     table = Routes(planner, metrics, config.max_body_bytes).table
     open_table: list[Route] = []

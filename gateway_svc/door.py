@@ -13,8 +13,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gateway_svc import sse, to_proto
 from gateway_svc.context import request_id
 from gateway_svc.errors import ApiError
-from gateway_svc.keys import ApiKeys
 from gateway_svc.metrics import Metrics, Outcome
+from svc_common.security.api_keys import ApiKeys
 
 _OPEN_PATHS = ("/health", "/health/ready", "/health/live")
 

@@ -87,6 +87,9 @@ def planner_errors(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def translated(error: NeoflexError, names: Mapping[str, str]) -> ApiError:
+    if error.code == "UNAUTHENTICATED":  # Not the caller's fault.
+        text = "the planner does not let the gateway in; its operator has to set gateway.planner_key_file"
+        return ApiError(502, text, kind="server_error", code="planner_refuses_gateway")
     status, kind = _STATUSES.get(error.code, (500, "server_error"))
     code = _CODES.get(error.reason, error.reason.lower()) or error.code.lower()
     retry_after_s = error.retry_after_s

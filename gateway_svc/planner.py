@@ -16,6 +16,8 @@ from neoflex.v1 import executor_pb2, trace_pb2
 from neoflex.v1 import inference_pb2 as pb
 from neoflex.v1.inference_pb2_grpc import InferenceServiceStub
 from neoflex.v1.trace_pb2_grpc import TraceServiceStub
+from svc_common.security.tls import TlsFiles
+from svc_common.service_link import ServiceLink
 
 Metadata = tuple[tuple[str, str], ...]
 TraceCall = grpc.aio.UnaryStreamCall[trace_pb2.TraceIterationsRequest, trace_pb2.TraceIterationsResponse]
@@ -35,43 +37,56 @@ class Model:
     """One of pb.ToolCallFormat."""
 
 
+class _Stubs:
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.inference = InferenceServiceStub(channel)  # type: ignore[no-untyped-call]
+        self.tracing = TraceServiceStub(channel)  # type: ignore[no-untyped-call]
+        self.health = health_pb2_grpc.HealthStub(channel)
+
+
 class Planner:
     """Used within one event loop. What it keeps is dropped when the planner is lost, as another model may be back."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, tls: TlsFiles | None = None, api_key: str | None = None) -> None:
+        """Raises ConfigError where the certificate is of no use for calls."""
         self.address = address
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-        self._stub = InferenceServiceStub(self._channel)  # type: ignore[no-untyped-call]
-        self._tracing = TraceServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        self._link = ServiceLink(address, _Stubs, tls, CHANNEL_OPTIONS)
+        self._metadata: Metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
         self._trace_calls: set[TraceCall] = set()
         self.is_closing = False
-        self._health = health_pb2_grpc.HealthStub(self._channel)
         self._model: Model | None = None
         self._tokens: dict[int, pb.TokenText] = {}
 
+    @property
+    def _stub(self) -> "InferenceServiceStub":
+        return self._link.stub.inference
+
     async def model(self) -> Model:
         if self._model is None:
-            info: pb.GetModelInfoResponse = await self._call(self._stub.GetModelInfo(pb.GetModelInfoRequest()))
+            info: pb.GetModelInfoResponse = await self._call(
+                self._stub.GetModelInfo(pb.GetModelInfoRequest(), metadata=self._metadata)
+            )
             end = frozenset(info.eos_token_ids)
             self._model = Model(info.name, info.context_tokens, end, info.tool_call_format)
         return self._model
 
     async def generate(self, request: pb.GenerateRequest, metadata: Metadata) -> pb.GenerateResponse:
         """A whole answer. Being cancelled ends the request."""
-        return await self._call(self._stub.Generate(request, metadata=metadata))
+        return await self._call(self._stub.Generate(request, metadata=(*metadata, *self._metadata)))
 
     def stream(self, request: pb.GenerateRequest, metadata: Metadata) -> StreamCall:
         """Read it within `failures`."""
-        call: StreamCall = self._stub.GenerateStream(pb.GenerateStreamRequest(request=request), metadata=metadata)
+        message = pb.GenerateStreamRequest(request=request)
+        call: StreamCall = self._stub.GenerateStream(message, metadata=(*metadata, *self._metadata))
         return call
 
     async def tokenize(self, request: pb.TokenizeRequest) -> list[int]:
-        response: pb.TokenizeResponse = await self._call(self._stub.Tokenize(request))
+        response: pb.TokenizeResponse = await self._call(self._stub.Tokenize(request, metadata=self._metadata))
         return list(response.token_ids)
 
     async def detokenize(self, token_ids: Iterable[int]) -> str:
         response: pb.DetokenizeResponse = await self._call(
-            self._stub.Detokenize(pb.DetokenizeRequest(token_ids=token_ids))
+            self._stub.Detokenize(pb.DetokenizeRequest(token_ids=token_ids), metadata=self._metadata)
         )
         return response.text
 
@@ -79,26 +94,30 @@ class Planner:
         """At least these, by id. Asks for those only that were never asked for before."""
         if missing := sorted(set(token_ids) - self._tokens.keys()):
             request = pb.DetokenizeRequest(token_ids=missing, with_tokens=True)
-            response: pb.DetokenizeResponse = await self._call(self._stub.Detokenize(request))
+            response: pb.DetokenizeResponse = await self._call(self._stub.Detokenize(request, metadata=self._metadata))
             self._tokens.update(zip(missing, response.tokens, strict=True))
         return self._tokens
 
     async def server_info(self) -> pb.GetServerInfoResponse:
-        return await self._call(self._stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=_CHECK_TIMEOUT_S))
+        request = pb.GetServerInfoRequest()
+        return await self._call(self._stub.GetServerInfo(request, timeout=_CHECK_TIMEOUT_S, metadata=self._metadata))
 
     async def load(self) -> pb.GetLoadResponse:
-        return await self._call(self._stub.GetLoad(pb.GetLoadRequest(), timeout=_CHECK_TIMEOUT_S))
+        request = pb.GetLoadRequest()
+        return await self._call(self._stub.GetLoad(request, timeout=_CHECK_TIMEOUT_S, metadata=self._metadata))
 
     async def is_ready(self) -> bool:
         """Whether requests are answered now; False where nobody listens."""
         try:
-            return is_serving(await self._health.Check(READY_REQUEST, timeout=_CHECK_TIMEOUT_S))
+            return is_serving(await self._link.stub.health.Check(READY_REQUEST, timeout=_CHECK_TIMEOUT_S))
         except grpc.RpcError:
             return False
 
     async def iterations(self, seconds: float) -> AsyncGenerator[executor_pb2.IterationTrace, None]:
         """Those that run in the next `seconds`, traced for as long as this is not closed. Raises NeoflexError."""
-        call: TraceCall = self._tracing.TraceIterations(trace_pb2.TraceIterationsRequest(), timeout=seconds)
+        call: TraceCall = self._link.stub.tracing.TraceIterations(
+            trace_pb2.TraceIterationsRequest(), timeout=seconds, metadata=self._metadata
+        )
         self._trace_calls.add(call)
         try:
             with self.failures():
@@ -123,7 +142,7 @@ class Planner:
             call.cancel()
 
     async def close(self) -> None:
-        await self._channel.close(None)
+        await self._link.close()
 
     @contextmanager
     def failures(self) -> Iterator[None]:

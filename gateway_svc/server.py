@@ -8,12 +8,16 @@ from pathlib import Path
 
 import uvicorn
 
+from gateway_svc.access import Access
 from gateway_svc.app import make_app
 from gateway_svc.planner import Planner
 from svc_common.config import GatewayConfig
 from svc_common.grpc_server import ListenError
+from svc_common.security.sockets import open_to_group, private_files
 
 _BACKLOG = 2048
+_MAX_HEADER_BYTES = 64 * 2**10
+"""All of a request's headers together."""
 _KEEP_ALIVE_S = 75
 """An idle connection stays for longer than clients keep theirs (5 s in httpx), so that none is used as it closes."""
 
@@ -36,10 +40,15 @@ class _Uvicorn(uvicorn.Server):
 class GatewayServer:
     """Started once, stopped once."""
 
-    def __init__(self, config: GatewayConfig, planner_address: str, grace_s: float) -> None:
-        """Running answers may go on for `grace_s` after `stop`. Raises KeysError."""
-        self._planner = Planner(planner_address)
+    def __init__(
+        self, config: GatewayConfig, planner_address: str, grace_s: float, *, access: Access | None = None
+    ) -> None:
+        """Running answers may go on for `grace_s` after `stop`. Raises ConfigError."""
+        access = access or Access()
+        self._planner = Planner(planner_address, access.tls, access.planner_key)
         self._listen = config.listen
+        self._socket_group = access.socket_group
+        context = access.https.ssl_context(config.client_certificates) if access.https else None
         self.address = config.listen
         settings = uvicorn.Config(
             make_app(config, self._planner),
@@ -52,13 +61,16 @@ class GatewayServer:
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=max(1, round(grace_s)),
             backlog=_BACKLOG,
+            http="h11",  # The limit is one that it knows.
+            h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
+            ssl_context_factory=(lambda config, default: context) if context else None,
         )
         self._server = _Uvicorn(settings)
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Accepts connections once it returns. Raises ListenError."""
-        listener = listening_socket(self._listen)
+        listener = listening_socket(self._listen, self._socket_group)
         if listener.family != socket.AF_UNIX:
             self.address = f"{self._listen.rpartition(':')[0]}:{listener.getsockname()[1]}"
         self._serving = asyncio.create_task(self._server.serve([listener]))
@@ -73,14 +85,16 @@ class GatewayServer:
         await self._planner.close()
 
 
-def listening_socket(listen: str) -> socket.socket:
+def listening_socket(listen: str, socket_group: int | None = None) -> socket.socket:
     """Bound, and not listening yet. Raises ListenError."""
     try:
         if listen.startswith("unix:"):
             path = listen.removeprefix("unix:")
             Path(path).unlink(missing_ok=True)
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            listener.bind(path)
+            with private_files():
+                listener.bind(path)
+            open_to_group(Path(path), socket_group)
         else:
             host, _, port = listen.rpartition(":")
             bare_host = host.strip("[]")

@@ -28,6 +28,8 @@ from svc_common.memory import check_fits_memory, usable_memory_bytes
 from svc_common.model.spec import ModelSpec, UnsupportedModelError
 from svc_common.model.store import ModelFiles, ModelNotFoundError, default_cache_dir, resolve
 from svc_common.model.tokenizer import tokenizer_json
+from svc_common.security.door import Door, gpu_door
+from svc_common.security.tls import TlsFiles
 
 _GRACE_S = 5.0
 
@@ -53,14 +55,19 @@ def main() -> None:
     configure_logging("gpu_svc")
     torch.set_num_threads(_num_threads(config))
     try:
+        tls = TlsFiles.of(config.tls)
+        door = gpu_door(config, tls)
         executor = make_executor(config)
     except _CANNOT_START as error:
         logger.error("%s", error)
         sys.exit(1)
     try:
-        asyncio.run(_serve(config, executor))
+        asyncio.run(_serve(config, executor, door, tls))
     except ListenError as error:
         logger.error("gpu.listen: %s", error)
+        sys.exit(1)
+    except ConfigError as error:
+        logger.error("%s", error)
         sys.exit(1)
 
 
@@ -178,12 +185,12 @@ def table_cache(config: Config) -> TableCache | None:
     return TableCache(directory, machine)
 
 
-async def _serve(config: Config, executor: Executor) -> None:
+async def _serve(config: Config, executor: Executor, door: Door, tls: TlsFiles | None) -> None:
     # torch keeps its number of threads per thread.
     with ThreadPoolExecutor(1, "executor", torch.set_num_threads, (torch.get_num_threads(),)) as thread:
         service_name = executor_pb2.DESCRIPTOR.services_by_name["ExecutorService"].full_name
-        server = GrpcServer(config.gpu.listen, [service_name])
-        servicer = ExecutorServicer(executor, thread, [service.listen for service in config.cpu_attn_services])
+        server = GrpcServer(config.gpu.listen, [service_name], door)
+        servicer = ExecutorServicer(executor, thread, [service.listen for service in config.cpu_attn_services], tls)
         server.register(executor_pb2_grpc.add_ExecutorServiceServicer_to_server, servicer)
         await server.start()
         await server.set_ready(True)

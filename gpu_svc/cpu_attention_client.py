@@ -15,6 +15,8 @@ from svc_common.decoder.decoder import Decoder
 from svc_common.decoder.dtypes import dtype_name
 from svc_common.grpc_server import CHANNEL_OPTIONS
 from svc_common.policy import ExecutionPolicy
+from svc_common.security.tls import TlsFiles
+from svc_common.service_link import open_channel
 from svc_common.tensor_plane import PlaneError, RegionShape, TensorPlane
 
 # A service on this host either listens or does not.
@@ -55,7 +57,7 @@ def region_shape(
 
 
 async def attach_host_tier(
-    addresses: Sequence[str], epoch: int, shape: RegionShape, decoder: Decoder
+    addresses: Sequence[str], epoch: int, shape: RegionShape, decoder: Decoder, tls: TlsFiles | None = None
 ) -> tuple[HostTier | None, tuple[str, ...]]:
     """All services that answer, None where none does; and by service why it is not attached, or nothing.
 
@@ -64,7 +66,7 @@ async def attach_host_tier(
 
     async def attach(address: str) -> HostPool | str:
         try:
-            return await attach_pool(address, epoch, shape, decoder)
+            return await attach_pool(address, epoch, shape, decoder, tls)
         except CpuAttentionUnavailableError as error:
             return str(error)
 
@@ -74,9 +76,11 @@ async def attach_host_tier(
     return HostTier(pools) if any(pools) else None, errors
 
 
-async def attach_pool(address: str, epoch: int, shape: RegionShape, decoder: Decoder) -> HostPool:
+async def attach_pool(
+    address: str, epoch: int, shape: RegionShape, decoder: Decoder, tls: TlsFiles | None = None
+) -> HostPool:
     """Raises CpuAttentionUnavailableError."""
-    async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+    async with open_channel(address, tls, CHANNEL_OPTIONS) as channel:
         try:
             async with asyncio.timeout(_CONNECT_S):
                 await channel.channel_ready()

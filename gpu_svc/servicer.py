@@ -32,6 +32,7 @@ from svc_common.decoder.dtypes import dtype_name
 from svc_common.errors import FieldViolation, failed_precondition, invalid_argument, invalid_arguments
 from svc_common.plan import ExecutionError, IterationResult
 from svc_common.policy import ExecutionPolicy
+from svc_common.security.tls import TlsFiles
 from svc_common.tensor_plane import PlaneError
 
 # One runs and one waits; a planner that sends more is held back by the stream.
@@ -45,11 +46,19 @@ T = TypeVar("T")
 class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
     """Thin: the executor decides nothing and this decides less."""
 
-    def __init__(self, executor: Executor, thread: ThreadExecutor, cpu_attention_addresses: Sequence[str]) -> None:
-        """`thread` has one worker, the only one to touch `executor`. Addresses: of all CPU attention services."""
+    def __init__(
+        self,
+        executor: Executor,
+        thread: ThreadExecutor,
+        cpu_attention_addresses: Sequence[str],
+        tls: TlsFiles | None = None,
+    ) -> None:
+        """`thread` has one worker, the only one to touch `executor`. Addresses: of all CPU attention services, and
+        `tls` to call them with."""
         self._executor = executor
         self._thread = thread
         self._cpu_attention_addresses = tuple(cpu_attention_addresses)
+        self._tls = tls
         self._opening = asyncio.Lock()
 
     async def OpenEpoch(self, request: pb.OpenEpochRequest, context: Context) -> pb.OpenEpochResponse:
@@ -156,7 +165,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             return None, ()
         executor = self._executor
         shape = region_shape(executor.decoder, executor.kv_shape, limits, policy, executor.num_gpu_blocks(policy))
-        return await attach_host_tier(self._cpu_attention_addresses, epoch, shape, executor.decoder)
+        return await attach_host_tier(self._cpu_attention_addresses, epoch, shape, executor.decoder, self._tls)
 
     async def Execute(
         self, request_iterator: AsyncIterator[pb.ExecuteRequest], context: Context

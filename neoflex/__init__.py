@@ -10,15 +10,18 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from neoflex.access import Tls as Tls
     from neoflex.aio import AsyncClient as AsyncClient
     from neoflex.aio import AsyncStream as AsyncStream
     from neoflex.client import Client as Client
     from neoflex.client import Stream as Stream
+    from neoflex.errors import AccessError as AccessError
     from neoflex.errors import DeadlineExceededError as DeadlineExceededError
     from neoflex.errors import FieldViolation as FieldViolation
     from neoflex.errors import InvalidArgumentError as InvalidArgumentError
     from neoflex.errors import NeoflexError as NeoflexError
     from neoflex.errors import ResourceExhaustedError as ResourceExhaustedError
+    from neoflex.errors import UnauthenticatedError as UnauthenticatedError
     from neoflex.errors import UnavailableError as UnavailableError
     from neoflex.types import Completion as Completion
     from neoflex.types import Delta as Delta
@@ -28,14 +31,17 @@ if TYPE_CHECKING:
     from neoflex.types import Usage as Usage
 else:
     _MODULES = {
+        "neoflex.access": ("Tls",),
         "neoflex.aio": ("AsyncClient", "AsyncStream"),
         "neoflex.client": ("Client", "Stream"),
         "neoflex.errors": (
+            "AccessError",
             "DeadlineExceededError",
             "FieldViolation",
             "InvalidArgumentError",
             "NeoflexError",
             "ResourceExhaustedError",
+            "UnauthenticatedError",
             "UnavailableError",
         ),
         "neoflex.types": ("Completion", "Delta", "Finish", "FinishReason", "Message", "Usage"),

@@ -10,7 +10,8 @@ import grpc
 from grpc_health.v1 import health_pb2_grpc
 
 from neoflex import errors, wire
-from neoflex.channel import CHANNEL_OPTIONS, DEFAULT_ADDRESS, READY_POLL_S, READY_REQUEST, check_timeout_s, is_serving
+from neoflex.access import Access, Tls
+from neoflex.channel import DEFAULT_ADDRESS, READY_POLL_S, READY_REQUEST, check_timeout_s, is_serving
 from neoflex.errors import NeoflexError
 from neoflex.retries import DEFAULT_RETRIES, Deadline
 from neoflex.types import Completion, Delta, Finish, GenerateOptions, Load, Message, ModelInfo, ServerInfo, Usage
@@ -24,13 +25,26 @@ class Client:
     Every call raises a NeoflexError where the server refuses or fails. `timeout` bounds a whole call, in seconds.
     Where the server is too busy, or not ready, and says when to come back, `generate` and `stream` do so up to
     `max_retries` times; an answer that has begun is never asked for again.
+    `tls` and `api_key` show the server who calls; by default the environment says (NEOFLEX_CA_FILE,
+    NEOFLEX_CERTIFICATE_FILE, NEOFLEX_KEY_FILE, NEOFLEX_SERVER_NAME, NEOFLEX_TLS and NEOFLEX_API_KEY). False and "" say:
+    nothing of that.
     """
 
-    def __init__(self, address: str = DEFAULT_ADDRESS, *, max_retries: int = DEFAULT_RETRIES) -> None:
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        tls: Tls | bool | None = None,
+        api_key: str | None = None,
+        max_retries: int = DEFAULT_RETRIES,
+    ) -> None:
+        """Raises AccessError where a file of `tls` can't be used."""
         self.address = address
         self.max_retries = max_retries
-        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        access = Access.of(tls, api_key)
+        self._channel = access.channel(address)
         self._stub = InferenceServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        access.bring_key(self._stub)
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
     def generate(

@@ -4,17 +4,21 @@ import os
 import platform
 import resource
 import shutil
+import stat
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from svc_common.config import Config
+from svc_common.config import Config, ConfigError, GatewayConfig, PlannerConfig
 from svc_common.cores import usable_cores
 from svc_common.cpu_kernels import choose_instruction_set
 from svc_common.memory import usable_memory_bytes
 from svc_common.model.store import ModelNotFoundError, resolve
+from svc_common.security.api_keys import first_key
+from svc_common.security.exposure import exposure
+from svc_common.security.tls import TlsFiles
 
 _FEW_FILES = 4096
 """Open files: a connection takes one in planner and gateway each."""
@@ -208,6 +212,45 @@ def _locked_memory(config: Config) -> Finding:
     return Finding(Level.NOTE, "locked memory", found, advice)
 
 
+def _access(config: Config, root: Path) -> Iterator[Finding]:
+    """What stands open, and what is to close it."""
+    try:
+        TlsFiles.of(config.tls)
+        for name, path in _key_files(config):
+            first_key(name, path)
+            if path.stat().st_mode & stat.S_IROTH:
+                advice = f"{name}: everybody on this machine may read it: chmod 600 {path}"
+                yield Finding(Level.NOTE, "access", str(path), advice)
+    except ConfigError as error:
+        yield Finding(Level.PROBLEM, "access", "a certificate or key cannot be used", str(error))
+    has_tls = config.tls is not None
+    doors: list[tuple[str, PlannerConfig | GatewayConfig, bool]] = [("planner", config.planner, has_tls)]
+    if gateway := config.gateway:
+        doors.append(("gateway", gateway, has_tls or gateway.certificate is not None))
+    found = [
+        (key, exposure(door.listen, tls, bool(door.api_keys_file or door.client_certificates)))
+        for key, door, tls in doors
+    ]
+    found.append(("gpu", exposure(config.gpu.listen, has_tls, has_tls)))
+    for index, service in enumerate(config.cpu_attn_services):
+        found.append((config.cpu_attn_key(index), exposure(service.listen, has_tls, has_tls)))
+    for key, complaint in found:
+        if complaint:
+            yield Finding(Level.NOTE, "access", f"{key}.listen: {complaint}", "see docs/security.md")
+    if not any(complaint for _, complaint in found):
+        yield Finding(Level.OK, "access", "no address is open to the network without a check of who calls")
+
+
+def _key_files(config: Config) -> Iterator[tuple[str, Path]]:
+    gateway = config.gateway or GatewayConfig()
+    files = (
+        ("planner.api_keys_file", config.planner.api_keys_file),
+        ("gateway.api_keys_file", gateway.api_keys_file),
+        ("gateway.planner_key_file", gateway.planner_key_file),
+    )
+    yield from ((name, path) for name, path in files if path is not None)
+
+
 def _read(path: Path) -> str:
     """Empty where there is no such file."""
     try:
@@ -226,4 +269,5 @@ _CHECKS: tuple[Callable[[Config, Path], Iterator[Finding]], ...] = (
     _clock,
     _governor,
     _open_files,
+    _access,
 )

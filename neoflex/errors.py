@@ -62,11 +62,23 @@ class DeadlineExceededError(NeoflexError):
     """`timeout` was over before the answer was complete."""
 
 
+class UnauthenticatedError(NeoflexError):
+    """The server asks for an API key, and has not been given one of its own."""
+
+
+class AccessError(NeoflexError):
+    """The client's own certificate, CA or key can't be used; no server was asked."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, "UNAUTHENTICATED", "CLIENT_FILES")
+
+
 _BY_CODE: dict[str, type[NeoflexError]] = {
     "INVALID_ARGUMENT": InvalidArgumentError,
     "RESOURCE_EXHAUSTED": ResourceExhaustedError,
     "UNAVAILABLE": UnavailableError,
     "DEADLINE_EXCEEDED": DeadlineExceededError,
+    "UNAUTHENTICATED": UnauthenticatedError,
 }
 
 
@@ -108,9 +120,22 @@ def _in_our_words(code: str, message: str, address: str, timeout_s: float | None
         return f"no complete answer from {address} within {timeout_s:g} s"
     if code == "UNAVAILABLE" and "Connection refused" in message:
         return f"nobody listens at {address}; start a server with: neoflex up"
+    if code == "UNAVAILABLE" and (trouble := _tls_trouble(message)):
+        return f"no TLS with {address}: {trouble}"
     if code == "UNAVAILABLE":
         return f"no answer from {address}: {message}"
     return message
+
+
+def _tls_trouble(message: str) -> str:
+    """What a failed handshake is about; empty where it was none."""
+    if "WRONG_VERSION_NUMBER" in message:
+        return "the server speaks none"
+    if "Hostname Verification Check failed" in message:
+        return "its certificate is for another name; TLS's server_name says which to expect"
+    if "CERTIFICATE_VERIFY_FAILED" in message:
+        return "its certificate does not come from a CA that is trusted here, or has expired"
+    return ""
 
 
 def _details(call: FailedCall) -> list[any_pb2.Any]:

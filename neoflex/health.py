@@ -10,7 +10,8 @@ from urllib.parse import urlsplit
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from neoflex.channel import CHANNEL_OPTIONS, is_serving
+from neoflex.access import Access, Tls
+from neoflex.channel import is_serving
 
 READINESS = "readiness"
 LIVENESS = "liveness"
@@ -18,14 +19,16 @@ _TIMEOUT_S = 2.0
 _HTTP_PATHS = {READINESS: "/health/ready", LIVENESS: "/health/live"}
 
 
-def complaint(address: str, service: str, timeout_s: float) -> str | None:
-    """Why the service at `host:port`, `unix:path` or `http://host:port` is not well; None where it is.
+def complaint(address: str, service: str, timeout_s: float, access: Access | None = None) -> str | None:
+    """Why the service at `host:port`, `unix:path` or `http[s]://host:port` is not well; None where it is.
 
-    `service`: a name of the server's health service; by HTTP there are "readiness" and "liveness" alone.
+    `service`: a name of the server's health service; by HTTP there are "readiness" and "liveness" alone. `access`: by
+    default that of the environment. Raises AccessError.
     """
-    if address.startswith("http://"):
-        return _http_complaint(address, service, timeout_s)
-    with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+    access = access or Access.of(None, None)
+    if address.startswith(("http://", "https://")):
+        return _http_complaint(address, service, timeout_s, access)
+    with access.channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
             answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
@@ -46,11 +49,15 @@ def _grpc_complaint(error: grpc.RpcError, address: str, service: str, timeout_s:
             return f"{address}: {error.code().name}: {error.details()}"
 
 
-def _http_complaint(url: str, service: str, timeout_s: float) -> str | None:
+def _http_complaint(url: str, service: str, timeout_s: float, access: Access) -> str | None:
     if service not in _HTTP_PATHS:
         return f"{url}: by HTTP there are {' and '.join(_HTTP_PATHS)}, not {service!r}"
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.netloc, timeout=timeout_s)
+    if parts.scheme == "https":
+        context = (access.tls or Tls()).ssl_context()
+        connection = http.client.HTTPSConnection(parts.netloc, timeout=timeout_s, context=context)
     try:
-        connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=timeout_s)
         connection.request("GET", _HTTP_PATHS[service])
         status = connection.getresponse().status
         connection.close()

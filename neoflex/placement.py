@@ -7,7 +7,8 @@ import socket
 from pathlib import Path
 from types import NoneType
 
-from svc_common.config import MAX_PORT, Config, GatewayConfig
+from svc_common.config import MAX_PORT, Config, GatewayConfig, TlsConfig
+from svc_common.security.tls import TlsFiles
 
 _CONNECT_S = 1.0
 _MAX_SOCKET_PATH_BYTES = 107  # sun_path of unix(7), less the final zero.
@@ -32,7 +33,7 @@ def place(config: Config, socket_dir: Path) -> Config:
     """Puts the inner services on private Unix sockets, and planner and gateway on a free port where the port is 0.
 
     An inner address that the configuration names itself is kept. So is the gateway's; where it names none, a free port
-    stands in for one that is taken. Raises AddressInUseError.
+    stands in for one that is taken. Raises AddressInUseError, and ConfigError where [tls] can't be used.
     """
     gpu = config.gpu
     if "listen" not in gpu.model_fields_set:
@@ -47,7 +48,18 @@ def place(config: Config, socket_dir: Path) -> Config:
     )
     planner = config.planner.model_copy(update={"listen": _bindable(config.planner.listen, "--port 0")})
     gateway = _placed_gateway(config.gateway) if config.gateway else None
-    return config.model_copy(update={"planner": planner, "gpu": gpu, "cpu_attn": cpu_attn, "gateway": gateway})
+    tls = _placed_tls(config.tls) if config.tls else None
+    return config.model_copy(
+        update={"planner": planner, "gpu": gpu, "cpu_attn": cpu_attn, "gateway": gateway, "tls": tls}
+    )
+
+
+def _placed_tls(tls: TlsConfig) -> TlsConfig:
+    """All services have one certificate here, so it is known for which name it is, and it can be trusted as it is."""
+    files = TlsFiles.of(tls)
+    names = files.identity().names if files else ()
+    name = names[0].replace("*", "planner") if names else None
+    return tls.model_copy(update={"server_name": tls.server_name or name, "ca": tls.ca or tls.certificate})
 
 
 def _placed_gateway(gateway: GatewayConfig) -> GatewayConfig:

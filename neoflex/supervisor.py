@@ -18,12 +18,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from neoflex.access import Tls
 from neoflex.client import Client
+from neoflex.errors import NeoflexError
 from neoflex.logs import last_lines
 from neoflex.placement import AddressInUseError, accepts, cpu_attn_suffix, place, socket_fits, to_toml
 from neoflex.processes import EventSink, RestartPolicy, ServiceCommand, SupervisedProcess
 from neoflex.types import ModelInfo, ServerInfo
-from svc_common.config import Config
+from svc_common.config import Config, ConfigError
+from svc_common.security.api_keys import planner_key
 
 PLANNER = "planner_svc"
 _CPU_ATTN = "cpu_attn_svc"
@@ -84,7 +87,7 @@ class LocalStack:
         if self.config.gateway is None:
             return None
         listen = self.config.gateway.listen
-        return listen if listen.startswith("unix:") else f"http://{listen}"
+        return listen if listen.startswith("unix:") else f"{self._http_scheme}://{listen}"
 
     @property
     def console_url(self) -> str | None:
@@ -92,7 +95,12 @@ class LocalStack:
         gateway = self.config.gateway
         if gateway is None or not gateway.console or gateway.listen.startswith("unix:"):
             return None
-        return f"http://{gateway.listen}/"
+        return f"{self._http_scheme}://{gateway.listen}/"
+
+    @property
+    def _http_scheme(self) -> str:
+        gateway = self.config.gateway
+        return "https" if self.config.tls or (gateway and gateway.certificate) else "http"
 
     @property
     def pids(self) -> dict[str, int]:
@@ -108,13 +116,14 @@ class LocalStack:
         self._lock_run_dir()
         try:
             self.config = place(self.config, self._sockets())
-        except AddressInUseError as error:
+            client = self.connect()
+        except (AddressInUseError, ConfigError, NeoflexError) as error:
             self._release()
             raise StackError(str(error)) from error
         config_path = self.run_dir / "config.toml"
         with self._using_run_dir():
             config_path.write_text(to_toml(self.config))
-        self._client = Client(self.address)
+        self._client = client
         for name, (module, options) in self._services().items():
             # -P: what lies in the current directory is not ours to run.
             argv = (sys.executable, "-P", "-m", module, "--config", str(config_path), *options)
@@ -123,6 +132,13 @@ class LocalStack:
             self._children[name] = SupervisedProcess(command, self._policy, self._on_event)
         for process in self._children.values():
             process.start()
+
+    def connect(self) -> Client:
+        """A client of the started planner, with the services' own certificate and key. Raises ConfigError."""
+        tls = self.config.tls
+        # The planner shows this very certificate: nothing else needs to be trusted.
+        own = tls and Tls(tls.certificate, tls.certificate, tls.key, tls.server_name)
+        return Client(self.address, tls=own or False, api_key=planner_key(self.config) or "")
 
     def is_ready(self) -> bool:
         """Whether requests are answered now. Raises StackError where a service is gone for good."""
@@ -150,11 +166,11 @@ class LocalStack:
                 raise StackError(f"{process.failure}\n{self._tail(name)}")
 
     def server_info(self) -> ServerInfo:
-        with Client(self.address) as client:
+        with self.connect() as client:
             return client.server_info()
 
     def model_info(self) -> ModelInfo:
-        with Client(self.address) as client:
+        with self.connect() as client:
             return client.model_info()
 
     def stop(self, drain_s: float = DRAIN_S) -> None:

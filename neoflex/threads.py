@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from neoflex.channel import CHANNEL_OPTIONS
+from neoflex.access import Access
 from neoflex.errors import from_call
 from neoflex.v1 import cpu_attention_pb2, cpu_attention_pb2_grpc
 
@@ -19,12 +19,13 @@ class Threads:
     """That its configuration and its cores allow."""
 
 
-def threads(address: str, wanted: int | None, timeout_s: float) -> Threads:
+def threads(address: str, wanted: int | None, timeout_s: float, access: Access) -> Threads:
     """What the service at `host:port` or `unix:path` has, after a change to `wanted` where that is given.
 
-    Raises NeoflexError where nobody answers, and where `wanted` is below 1 or above what the service allows.
+    Raises NeoflexError where nobody answers, and where `wanted` is below 1 or above what the service allows;
+    AccessError where a file of `access` can't be read.
     """
-    with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+    with access.channel(address) as channel:
         stub = cpu_attention_pb2_grpc.CpuAttentionServiceStub(channel)  # type: ignore[no-untyped-call]
         try:
             if wanted is not None:

@@ -11,6 +11,8 @@ from planner_svc.estimator import OperationTables
 from svc_common.grpc_server import CHANNEL_OPTIONS
 from svc_common.plan import IterationPlan, IterationResult
 from svc_common.policy import ExecutionPolicy
+from svc_common.security.tls import TlsFiles
+from svc_common.service_link import ServiceLink
 
 _OPTIONS = [
     *CHANNEL_OPTIONS,
@@ -119,14 +121,14 @@ class Placement:
 class ExecutorClient:
     """Talks to gpu_svc. All methods raise ExecutorLostError when it does not answer."""
 
-    def __init__(self, address: str) -> None:
-        self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
-        self._stub = executor_pb2_grpc.ExecutorServiceStub(self._channel)  # type: ignore[no-untyped-call]
+    def __init__(self, address: str, tls: TlsFiles | None = None) -> None:
+        """Raises ConfigError where the certificate is of no use for calls."""
+        self._link = ServiceLink(address, executor_pb2_grpc.ExecutorServiceStub, tls, _OPTIONS)
 
     async def last_epoch(self, timeout_s: float) -> int:
         """The latest epoch that gpu_svc has seen; waits up to `timeout_s` for the service."""
         try:
-            status = await self._stub.GetExecutorStatus(
+            status = await self._link.stub.GetExecutorStatus(
                 executor_pb2.GetExecutorStatusRequest(), timeout=timeout_s, wait_for_ready=True
             )
         except grpc.aio.AioRpcError as error:
@@ -148,7 +150,7 @@ class ExecutorClient:
         )
         timeout_s = (_PROFILE_S if profile else _OPEN_S) + (_LOAD_LAYERS_S if policy else 0.0)
         try:
-            opened = await self._stub.OpenEpoch(request, timeout=timeout_s)
+            opened = await self._link.stub.OpenEpoch(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             raise _lost(error) from error
         placement = Placement(
@@ -172,16 +174,16 @@ class ExecutorClient:
         """Has gpu_svc make a grammar ready; returns why it can't be kept to, or nothing."""
         request = executor_pb2.CompileGrammarRequest(grammar=grammar)
         try:
-            return str((await self._stub.CompileGrammar(request, timeout=_COMPILE_S)).error)
+            return str((await self._link.stub.CompileGrammar(request, timeout=_COMPILE_S)).error)
         except grpc.aio.AioRpcError as error:
             raise _lost(error) from error
 
     def execute(self) -> "PlanStream":
         """A stream for the plans of one epoch."""
-        return PlanStream(self._stub.Execute())
+        return PlanStream(self._link.stub.Execute())
 
     async def close(self) -> None:
-        await self._channel.close(grace=None)
+        await self._link.close()
 
 
 def _memory(opened: executor_pb2.OpenEpochResponse) -> DeviceMemory | None:
@@ -232,12 +234,10 @@ class HostStatus:
 class HostClient:
     """Looks at one cpu_attn_svc: is it there, whose region does it hold; and sizes it. gpu_svc alone works with it."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, tls: TlsFiles | None = None) -> None:
+        """Raises ConfigError where the certificate is of no use for calls."""
         self.address = address
-        self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
-        self._stub = cpu_attention_pb2_grpc.CpuAttentionServiceStub(  # type: ignore[no-untyped-call]
-            self._channel
-        )
+        self._link = ServiceLink(address, cpu_attention_pb2_grpc.CpuAttentionServiceStub, tls, _OPTIONS)
 
     async def status(self) -> HostStatus | None:
         """What it says of itself; None where nobody listens.
@@ -245,7 +245,7 @@ class HostClient:
         Raises TimeoutError where it is too slow to answer: busy, perhaps, and so not known to be lost.
         """
         try:
-            status = await self._stub.GetCpuAttentionStatus(
+            status = await self._link.stub.GetCpuAttentionStatus(
                 cpu_attention_pb2.GetCpuAttentionStatusRequest(), timeout=_PROBE_S
             )
         except grpc.aio.AioRpcError as error:
@@ -257,12 +257,14 @@ class HostClient:
     async def set_threads(self, num_threads: int) -> None:
         """From the next iteration on. Raises ThreadsUnchangedError where that is not certain."""
         try:
-            await self._stub.SetThreads(cpu_attention_pb2.SetThreadsRequest(num_threads=num_threads), timeout=_PROBE_S)
+            await self._link.stub.SetThreads(
+                cpu_attention_pb2.SetThreadsRequest(num_threads=num_threads), timeout=_PROBE_S
+            )
         except grpc.aio.AioRpcError as error:
             raise ThreadsUnchangedError(f"{error.code().name}: {error.details()}") from error
 
     async def close(self) -> None:
-        await self._channel.close(grace=None)
+        await self._link.close()
 
 
 def _lost(error: grpc.aio.AioRpcError) -> ExecutorLostError:

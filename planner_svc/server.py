@@ -22,6 +22,8 @@ from svc_common.errors import unavailable
 from svc_common.grpc_server import GrpcServer
 from svc_common.memory import usable_memory_bytes
 from svc_common.policy import ExecutionPolicy
+from svc_common.security.door import planner_door
+from svc_common.security.tls import TlsFiles
 
 SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 _TRACE_SERVICE_NAME = trace_pb2.DESCRIPTOR.services_by_name["TraceService"].full_name
@@ -34,12 +36,14 @@ class PlannerServer:
     """Started once, stopped once. Ready when the executor is."""
 
     def __init__(self, config: Config, model: ServedModel) -> None:
-        """Raises ConfigError where the model has other layers than the configuration speaks of."""
+        """Raises ConfigError where the model has other layers than the configuration speaks of, and where certificates,
+        keys or groups can't be had."""
+        tls = TlsFiles.of(config.tls)
         planner, services = config.planner, config.cpu_attn_services
         classes = service_classes(planner)
         self._engine = Engine(model.tokenizer, planner.mode, planner.max_waiting_requests, classes)
-        self._executor = ExecutorClient(config.gpu.listen)
-        self._hosts = [HostClient(service.listen) for service in services]
+        self._executor = ExecutorClient(config.gpu.listen, tls)
+        self._hosts = [HostClient(service.listen, tls) for service in services]
         limits = EpochLimits(planner.max_running_sequences, planner.max_batch_tokens, model.limits.max_sequence_tokens)
 
         num_layers = model.spec.num_layers
@@ -65,7 +69,7 @@ class PlannerServer:
             policy,
             keeper,
         )
-        self._server = GrpcServer(planner.listen, [SERVICE_NAME, _TRACE_SERVICE_NAME])
+        self._server = GrpcServer(planner.listen, [SERVICE_NAME, _TRACE_SERVICE_NAME], planner_door(config, tls))
         servicer = InferenceServicer(
             model, self._engine, classes, lambda: self._loop.placement, self._executor.compile_grammar
         )
@@ -79,7 +83,7 @@ class PlannerServer:
         return self._server.address
 
     async def start(self) -> None:
-        """Listens. Raises ListenError."""
+        """Listens. Raises ListenError, and ConfigError where TLS can't be had."""
         await self._server.start()
         self._tasks = [asyncio.create_task(self._loop.run()), asyncio.create_task(self._publish_health())]
 

@@ -91,6 +91,11 @@ def already_exists(reason: str, text: str) -> ServiceError:
     return ServiceError(grpc.StatusCode.ALREADY_EXISTS, reason, text)
 
 
+def unauthenticated(reason: str, text: str) -> ServiceError:
+    """Who calls has not shown that he may."""
+    return ServiceError(grpc.StatusCode.UNAUTHENTICATED, reason, text)
+
+
 def failed_precondition(reason: str, text: str) -> ServiceError:
     """The service is not in a state in which this call makes sense."""
     return ServiceError(grpc.StatusCode.FAILED_PRECONDITION, reason, text)

@@ -1,4 +1,4 @@
-"""How every service answers gRPC: message limits, keep-alive, errors, health, reflection, drain on SIGTERM."""
+"""How every service answers gRPC: who may call, message limits, keep-alive, errors, health, reflection, drain."""
 
 import asyncio
 import contextlib
@@ -11,6 +11,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from svc_common.errors import ErrorInterceptor
+from svc_common.security.api_keys import ApiKeyInterceptor
+from svc_common.security.door import Door
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 _OPTIONS = [
@@ -47,9 +49,14 @@ class GrpcServer:
     Health names: "" and each service follow readiness; "liveness" and "readiness" can be asked for by name.
     """
 
-    def __init__(self, listen: str, service_names: Sequence[str]) -> None:
+    def __init__(self, listen: str, service_names: Sequence[str], door: Door | None = None) -> None:
         """`listen` is `host:port` or `unix:path`; port 0 takes a free one. `service_names` are full gRPC names."""
-        self._server = grpc.aio.server(options=_OPTIONS, interceptors=[ErrorInterceptor()])
+        self._door = door or Door()
+        interceptors: list[grpc.aio.ServerInterceptor] = [ErrorInterceptor()]  # type: ignore[type-arg]
+        if self._door.keys:
+            interceptors.append(ApiKeyInterceptor(self._door.keys))
+        options = [*_OPTIONS, ("grpc.max_concurrent_streams", self._door.max_streams)]
+        self._server = grpc.aio.server(options=options, interceptors=interceptors)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the type stubs lack it
         self._service_names = list(service_names)
         self._listen = listen
@@ -66,13 +73,15 @@ class GrpcServer:
         add_to_server(servicer, self._server)
 
     async def start(self) -> None:
-        """Listens; not ready yet. Raises ListenError."""
+        """Listens; not ready yet. Raises ListenError, and ConfigError where TLS can't be had."""
         try:
-            port = self._server.add_insecure_port(self._listen)
-        except RuntimeError as error:
+            port = self._door.open(self._server, self._listen)
+        except (RuntimeError, OSError) as error:
             raise ListenError(f"cannot listen on {self._listen}") from error
         if not self._listen.startswith("unix:"):
             self.address = f"{self._listen.rpartition(':')[0]}:{port}"
+        if exposure := self._door.exposure(self.address):
+            logger.warning("%s", exposure)
         await self.set_ready(False)
         await self.set_alive(True)
         await self._server.start()

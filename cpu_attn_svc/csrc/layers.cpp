@@ -54,7 +54,7 @@ LayerRunner::LayerRunner(Region& region, const Kernel& kernel, ThreadPool& threa
 
 void LayerRunner::check(const LayerBatch& batch) const {
     Shape shape = region_.shape();
-    const std::int32_t num_tokens = batch.num_tokens();
+    const std::int64_t num_tokens = batch.num_tokens();
     require(batch.num_layers >= 1 && batch.num_layers <= shape.num_cpu_layers,
             std::to_string(batch.num_layers) + " CPU layers of " + std::to_string(shape.num_cpu_layers));
     require(num_tokens >= 1 && batch.first_row >= 0 && batch.first_row <= shape.max_tokens - num_tokens,

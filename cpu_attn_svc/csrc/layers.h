@@ -34,8 +34,9 @@ struct LayerBatch {
     std::int32_t stride;      // of all tables
     std::vector<LayerRotation> rotations;  // by kind of layer
 
-    std::int32_t num_tokens() const {
-        std::int32_t num = decodes.num_sequences;
+    // Of numbers that nobody has checked, too: hence 64 bits.
+    std::int64_t num_tokens() const {
+        std::int64_t num = decodes.num_sequences;
         for (const LayerChunk& chunk : chunks) num += chunk.num_tokens;
         return num;
     }

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import httpx2
 
+from neoflex.access import Access, Tls
 from neoflex.aio import AsyncClient
 from neoflex.bench.record import Outcome, Record
 from neoflex.errors import NeoflexError, ResourceExhaustedError
@@ -39,8 +40,10 @@ class GrpcTarget:
 
     vocabulary_size = _FEW_TOKENS
 
-    def __init__(self, address: str, service_class: str | None) -> None:
-        self._client = AsyncClient(address, max_retries=0)  # A refusal is what is counted.
+    def __init__(self, address: str, service_class: str | None, access: Access | None = None) -> None:
+        access = access or Access()
+        # A refusal is what is counted.
+        self._client = AsyncClient(address, tls=access.tls or False, api_key=access.api_key or "", max_retries=0)
         self._service_class = service_class
 
     async def connect(self) -> None:
@@ -74,13 +77,23 @@ class HttpTarget:
 
     vocabulary_size = _FEW_TOKENS
 
-    def __init__(self, base_url: str, model: str | None, api_key: str | None, service_class: str | None) -> None:
+    def __init__(
+        self,
+        base_url: str,
+        model: str | None,
+        api_key: str | None,
+        service_class: str | None,
+        tls: Tls | None = None,
+    ) -> None:
+        """Raises AccessError."""
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._service_class = service_class
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
         timeout = httpx2.Timeout(None, connect=_CONNECT_S)
         self._base_url = base_url.rstrip("/")
-        self._client = httpx2.AsyncClient(headers=headers, limits=limits, timeout=timeout)
+        self._client = httpx2.AsyncClient(
+            headers=headers, limits=limits, timeout=timeout, verify=tls.ssl_context() if tls else True
+        )
         self._model = model or ""
 
     async def connect(self) -> None:

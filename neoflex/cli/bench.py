@@ -18,7 +18,16 @@ from neoflex.bench.load import Sent, send_at_times, send_in_turn
 from neoflex.bench.summary import Percentiles, Summary, Targets, summarize
 from neoflex.bench.targets import GrpcTarget, HttpTarget, Target, TargetError
 from neoflex.channel import DEFAULT_ADDRESS
-from neoflex.cli.arguments import ServerAddress
+from neoflex.cli.arguments import (
+    ApiKeyFile,
+    CaFile,
+    CertificateFile,
+    KeyFile,
+    ServerAddress,
+    ServerName,
+    UseTls,
+    access_of,
+)
 from neoflex.cli.output import err, fail, out
 from svc_common import workloads
 from svc_common.workloads import Arrival, InputError, Workload, at_rate
@@ -69,6 +78,12 @@ def bench(
         str | None, typer.Option("--class", help="Service class of requests whose workload names none.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
+    tls: UseTls = False,
+    ca_file: CaFile = None,
+    certificate_file: CertificateFile = None,
+    key_file: KeyFile = None,
+    server_name: ServerName = None,
+    api_key_file: ApiKeyFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line for each run.")] = False,
     png: Annotated[Path | None, typer.Option(help="Draw latency and throughput against the load.")] = None,
 ) -> None:
@@ -82,10 +97,12 @@ def bench(
         raise typer.BadParameter(str(error)) from error
     levels = _levels(rate, concurrency, load)
 
+    access = access_of(tls, ca_file, certificate_file, key_file, server_name, api_key_file)
+
     def make_target() -> GrpcTarget | HttpTarget:
         if http is None:
-            return GrpcTarget(address, service_class)
-        return HttpTarget(http, model, os.environ.get("OPENAI_API_KEY"), service_class)
+            return GrpcTarget(address, service_class, access)
+        return HttpTarget(http, model, access.api_key or os.environ.get("OPENAI_API_KEY"), service_class, access.tls)
 
     try:
         runs = asyncio.run(_measure(make_target, load, levels, warm_up, targets, seed, as_json))

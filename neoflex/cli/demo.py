@@ -79,7 +79,7 @@ def _serve_once(config: Config, directory: Path, prompt: str, concurrency: int, 
 def _drive(stack: LocalStack, prompt: str, concurrency: int, max_tokens: int) -> _Measured:
     """Streams the answer to the terminal while the other requests run."""
     # The client inside the pool: on Ctrl-C it is closed first, which ends the requests that the pool waits for.
-    with ThreadPoolExecutor(max(1, concurrency - 1)) as pool, Client(stack.address) as client:
+    with ThreadPoolExecutor(max(1, concurrency - 1)) as pool, stack.connect() as client:
         before = client.server_info().counters
         started = time.monotonic()
         others = [pool.submit(_ask_beside, client, i, max_tokens) for i in range(concurrency - 1)]

@@ -10,7 +10,18 @@ import typer
 from rich.table import Table
 
 from neoflex.channel import DEFAULT_ADDRESS
-from neoflex.cli.arguments import ServerAddress, check_prompt
+from neoflex.cli.arguments import (
+    ApiKeyFile,
+    CaFile,
+    CertificateFile,
+    KeyFile,
+    ServerAddress,
+    ServerName,
+    UseTls,
+    access_of,
+    check_prompt,
+    connect,
+)
 from neoflex.cli.output import describe_usage, err, out
 from neoflex.client import Client, Stream
 from neoflex.types import Completion, GenerateOptions, Message, PositionLogprobs
@@ -60,6 +71,12 @@ def generate(
     timeout: Annotated[
         float | None, typer.Option(help="Seconds for the whole answer.", callback=_check_timeout)
     ] = None,
+    tls: UseTls = False,
+    ca_file: CaFile = None,
+    certificate_file: CertificateFile = None,
+    key_file: KeyFile = None,
+    server_name: ServerName = None,
+    api_key_file: ApiKeyFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
 ) -> None:
     """Generate an answer to a prompt."""
@@ -92,7 +109,8 @@ def generate(
     }
     options.update({name: value for name, value in given.items() if value is not None})  # type: ignore[typeddict-item]
     text = None if chat else prompt
-    with Client(address) as client:
+    access = access_of(tls, ca_file, certificate_file, key_file, server_name, api_key_file)
+    with connect(address, access) as client:
         try:
             if as_json:
                 _print_json(client.generate(text, timeout=timeout, **options))

@@ -9,18 +9,34 @@ import typer
 from rich.table import Table
 
 from neoflex.channel import DEFAULT_ADDRESS
-from neoflex.cli.arguments import ServerAddress
+from neoflex.cli.arguments import (
+    ApiKeyFile,
+    CaFile,
+    CertificateFile,
+    KeyFile,
+    ServerAddress,
+    ServerName,
+    UseTls,
+    access_of,
+    connect,
+)
 from neoflex.cli.output import counter_rows, explain_device, out, size
-from neoflex.client import Client
 from neoflex.types import CalibrationFactors, ClassLoad, HostPool, Load, ModelInfo, ServerInfo
 
 
 def status(
     address: ServerAddress = DEFAULT_ADDRESS,
+    tls: UseTls = False,
+    ca_file: CaFile = None,
+    certificate_file: CertificateFile = None,
+    key_file: KeyFile = None,
+    server_name: ServerName = None,
+    api_key_file: ApiKeyFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show model, placement, load and counters of a running server."""
-    with Client(address) as client:
+    access = access_of(tls, ca_file, certificate_file, key_file, server_name, api_key_file)
+    with connect(address, access) as client:
         model, server, load = client.model_info(), client.server_info(), client.load()
     if as_json:
         asdict = dataclasses.asdict

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from neoflex import threads as client
-from neoflex.cli.arguments import check_address
+from neoflex.cli.arguments import CaFile, CertificateFile, KeyFile, ServerName, UseTls, access_of, check_address
 from neoflex.cli.output import out
 from svc_common.config import CpuAttnConfig
 
@@ -33,6 +33,11 @@ def threads(
     ] = None,
     address: Annotated[str, _ADDRESS] = str(CpuAttnConfig.model_fields["listen"].default),
     index: Annotated[int, typer.Option(min=0, help="Which one, where --address has several.")] = 0,
+    tls: UseTls = False,
+    ca_file: CaFile = None,
+    certificate_file: CertificateFile = None,
+    key_file: KeyFile = None,
+    server_name: ServerName = None,
 ) -> None:
     """Show or change how many threads of a CPU attention service compute, without a pause.
 
@@ -42,5 +47,6 @@ def threads(
     addresses = [part.strip() for part in address.split(",")]
     if index >= len(addresses):
         raise typer.BadParameter(f"must be from 0 to {len(addresses) - 1}, is {index}", param_hint="--index")
-    found = client.threads(addresses[index], wanted, _TIMEOUT_S)
+    access = access_of(tls, ca_file, certificate_file, key_file, server_name)
+    found = client.threads(addresses[index], wanted, _TIMEOUT_S, access)
     out.print(f"{found.num_threads} of at most {found.max_threads}")

@@ -12,8 +12,19 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from neoflex.access import Access
 from neoflex.channel import DEFAULT_ADDRESS
-from neoflex.cli.arguments import check_address
+from neoflex.cli.arguments import (
+    ApiKeyFile,
+    CaFile,
+    CertificateFile,
+    KeyFile,
+    ServerName,
+    UseTls,
+    access_of,
+    check_address,
+    connect,
+)
 from neoflex.cli.output import err, explain_device, fail, out, starting
 from neoflex.cli.own_stack import own_stack_config
 from neoflex.client import Client
@@ -47,16 +58,23 @@ def trace(
     iterations: Annotated[int | None, typer.Option(min=1, help="Record so many and no more.")] = None,
     output: Annotated[Path, typer.Option(help="JSON for ui.perfetto.dev or chrome://tracing.")] = Path("trace.json"),
     png: Annotated[Path | None, typer.Option(help="Also draw a timeline.")] = None,
+    tls: UseTls = False,
+    ca_file: CaFile = None,
+    certificate_file: CertificateFile = None,
+    key_file: KeyFile = None,
+    server_name: ServerName = None,
+    api_key_file: ApiKeyFile = None,
 ) -> None:
     """Record what both processes do when; without a server, start one and give it work."""
     _check_writable(output, "--output")
     if png is not None:
         _check_writable(png, "--png")
     limit_s = seconds or (_DEFAULT_S if iterations is None else _LONGEST_S)
-    with _server(address) as server:
+    access = access_of(tls, ca_file, certificate_file, key_file, server_name, api_key_file)
+    with _server(address, access) as (server, access):
         how_long = f"{limit_s:g} s" if iterations is None else f"at most {limit_s:g} s, {iterations} iterations,"
         err.print(f"recording {how_long} at {server}", markup=False)
-        traces = record(server, limit_s, iterations)
+        traces = record(server, limit_s, iterations, access)
     if not traces:
         fail(f"no iteration ran at {server} within {limit_s:g} s: trace it while it has requests")
     summary = summarize(traces)
@@ -82,14 +100,14 @@ def _check_writable(path: Path, option: str) -> None:
 
 
 @contextmanager
-def _server(address: str | None) -> Iterator[str]:
-    """The server to trace: the one named, the one that runs here, or one of our own under load."""
+def _server(address: str | None, access: Access) -> Iterator[tuple[str, Access]]:
+    """The server to trace, and how it is reached: the one named, the one that runs here, or our own under load."""
     if address is not None:
-        yield address
+        yield address, access
         return
-    with Client(DEFAULT_ADDRESS) as client:
+    with connect(DEFAULT_ADDRESS, access) as client:
         if client.is_ready():
-            yield DEFAULT_ADDRESS
+            yield DEFAULT_ADDRESS, access
             return
     err.print(f"nobody answers at {DEFAULT_ADDRESS}: starting a server with {_LOAD_REQUESTS} requests for it")
     # A GPU cache that is too small for the load, so that the pipeline runs.
@@ -99,16 +117,16 @@ def _server(address: str | None) -> Iterator[str]:
             with starting():
                 stack.wait_ready()
             explain_device(stack.server_info().device)
-            with _load(stack.address):
-                yield stack.address
+            with _load(stack.connect()):
+                yield stack.address, Access()
 
 
 @contextmanager
-def _load(address: str) -> Iterator[None]:
+def _load(client: Client) -> Iterator[None]:
     """Requests without end; entered once they decode on both processors."""
     stop = threading.Event()
     ids = [f"load-{number}" for number in range(_LOAD_REQUESTS)]
-    with ThreadPoolExecutor(_LOAD_REQUESTS) as pool, Client(address) as client:
+    with ThreadPoolExecutor(_LOAD_REQUESTS) as pool, client:
         requests = [pool.submit(_ask, client, request_id, stop) for request_id in ids]
         try:
             while client.server_info().counters.generated_tokens < _LOAD_REQUESTS * _WARM_TOKENS:

@@ -319,4 +319,17 @@ def _print_ready(stack: LocalStack, start_s: float) -> None:
         if stack.console_url:
             err.print(f"  console: {stack.console_url}", markup=False)
     err.print(f"  logs in {stack.run_dir}", markup=False)
-    err.print(f"  try: neoflex generate --address {stack.address} 'Hello!'", markup=False)
+    access = "".join(_access_options(stack.config))
+    err.print(f"  try: neoflex generate --address {stack.address}{access} 'Hello!'", markup=False, soft_wrap=True)
+
+
+def _access_options(config: Config) -> Iterator[str]:
+    """How a client on this machine gets in. Of client certificates each has its own."""
+    if config.tls and config.tls.ca and not config.planner.listen.startswith("unix:"):
+        yield f" --ca-file {config.tls.ca}"
+        if config.tls.server_name:
+            yield f" --server-name {config.tls.server_name}"
+    if config.planner.client_certificates:
+        yield " --certificate-file YOURS --key-file YOURS"
+    if config.planner.api_keys_file:
+        yield " --api-key-file YOURS"

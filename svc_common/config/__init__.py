@@ -10,6 +10,7 @@ from svc_common.config.loading import ConfigError, load, load_cpu_attn_from_argv
 from svc_common.config.model import KvConfig, ModelConfig
 from svc_common.config.planner import MAX_TARGET_S, ClassConfig, Mode, PhasePolicy, PlannerConfig
 from svc_common.config.root import Config
+from svc_common.config.security import TlsConfig
 from svc_common.config.types import MAX_PORT, Section, checked_address
 from svc_common.config.workers import CpuAttnConfig, GpuConfig
 
@@ -28,6 +29,7 @@ __all__ = [
     "PhasePolicy",
     "PlannerConfig",
     "Section",
+    "TlsConfig",
     "address_names",
     "checked_address",
     "load",

@@ -1,11 +1,12 @@
 """[planner] and its service classes."""
 
 import re
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from svc_common.config.types import Address, Section
+from svc_common.config.types import Address, Group, Section
 
 Mode = Literal["auto", "gpu_only", "asymmetric", "same_layer", "decoupled"]
 PhasePolicy = Literal["auto", "resident", "offload", "partition", "cpu_only"]
@@ -55,6 +56,13 @@ class PlannerConfig(Section):
 
     listen: Address = "127.0.0.1:50051"
     """Address of the public gRPC service; `host:port` or `unix:path`."""
+    api_keys_file: Path | None = None
+    """API keys, one a line, "#" begins a comment; read again when it changes. All calls but those of the health service
+    then need `authorization: Bearer KEY` in their metadata. Default: whoever reaches the address may call."""
+    client_certificates: bool = False
+    """With TLS, refuses whoever shows no certificate of `tls.ca`."""
+    socket_group: Group | None = None
+    """Group that may connect where `listen` is a Unix socket; default: the service's own user alone."""
     mode: Mode = "auto"
     """"auto" chooses each iteration by predicted throughput. The others force how sequences on the host decode: not at
     all, in two sub-batches where both have work, in one batch, or as a cohort at its own pace."""

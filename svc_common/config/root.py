@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from svc_common.config.gateway import GatewayConfig
 from svc_common.config.model import KvConfig, ModelConfig
 from svc_common.config.planner import PlannerConfig
+from svc_common.config.security import TlsConfig
 from svc_common.config.types import Section
 from svc_common.config.workers import CpuAttnConfig, GpuConfig
 
@@ -29,6 +30,7 @@ class Config(Section):
     )
     """One for each service; a single table is a list of one."""
     gateway: GatewayConfig | None = None
+    tls: TlsConfig | None = None
 
     @property
     def cpu_attn_services(self) -> tuple[CpuAttnConfig, ...]:
@@ -70,6 +72,18 @@ class Config(Section):
                 raise ValueError(f'planner.{key} "{policy}" has no cohort: planner.mode must not be "decoupled"')
         if self.planner.mode == "gpu_only" and self.gpu.kv_bytes == 0:
             raise ValueError('planner.mode "gpu_only" needs gpu.kv_bytes greater than 0')
+        return self
+
+    @model_validator(mode="after")
+    def _can_ask_for_client_certificates(self) -> "Config":
+        doors = (("planner", self.planner), ("gateway", self.gateway))
+        for key, door in doors:
+            if door is None or not door.client_certificates:
+                continue
+            if self.tls is None or self.tls.ca is None:
+                raise ValueError(f"{key}.client_certificates needs [tls] with a ca")
+            if door.listen.startswith("unix:"):
+                raise ValueError(f"{key}.client_certificates has no effect: {key}.listen is a Unix socket")
         return self
 
     @model_validator(mode="after")

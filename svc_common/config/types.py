@@ -34,6 +34,8 @@ def no_size(value: object) -> str:
 
 
 Address = Annotated[str, AfterValidator(checked_address)]
+Group = Annotated[str, Field(min_length=1)]
+"""Name or number of a group of users."""
 Size = Annotated[ByteSize, BeforeValidator(_checked_size), Field(le=2**63 - 1)]
 
 

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import ByteSize, Field, model_validator
 
-from svc_common.config.types import Address, Section, Size
+from svc_common.config.types import Address, Group, Section, Size
 
 
 class GpuConfig(Section):
@@ -13,6 +13,8 @@ class GpuConfig(Section):
 
     listen: Address = "127.0.0.1:50052"
     """Address of the executor's gRPC service."""
+    socket_group: Group | None = None
+    """Group that may connect where `listen` is a Unix socket; default: the service's own user alone."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """"auto": cuda where there is one."""
     dtype: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"] = "auto"
@@ -46,6 +48,8 @@ class CpuAttnConfig(Section):
 
     listen: Address = "127.0.0.1:50053"
     """Address of the control gRPC service."""
+    socket_group: Group | None = None
+    """Group that may connect where `listen` is a Unix socket; default: the service's own user alone."""
     kv_bytes: Size = ByteSize(1024 * 2**20)
     """Size of the service's pool of host KV. 0, of a single one, runs without the service."""
     num_threads: Annotated[int, Field(ge=1)] = 1
@@ -63,6 +67,9 @@ class CpuAttnConfig(Section):
     """Kernel to use; "auto": the best this processor runs."""
     segment_dir: Path = Path("/dev/shm")
     """Directory of the shared region."""
+    segment_group: Group | None = None
+    """Group that may map the shared region, where gpu_svc runs as another user; default: the service's own user alone.
+    The service must belong to it."""
 
     @model_validator(mode="after")
     def _has_threads_within_limits(self) -> "CpuAttnConfig":

@@ -19,6 +19,8 @@ import numpy.typing as npt
 from svc_common.tensor_plane.errors import PlaneError
 
 VERSION = 4
+MAX_MESSAGE_BYTES = 256 * 2**20
+"""Tables of 4,096 sequences of 16,384 blocks each; ZeroMQ hangs up on who sends more."""
 _DESCRIPTOR_MAGIC = 0x4449464E  # "NFID"
 _REPORT_MAGIC = 0x5249464E  # "NFIR"
 # magic, version, num_sub_batches, epoch, iteration, host_blocks_used, first_layer, num_layers, trace,

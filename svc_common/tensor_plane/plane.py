@@ -11,6 +11,7 @@ import zmq
 from svc_common.tensor_plane import _plane
 from svc_common.tensor_plane.errors import PeerLostError, PlaneError, PlaneTimeoutError
 from svc_common.tensor_plane.messages import (
+    MAX_MESSAGE_BYTES,
     CpuSubBatch,
     Descriptor,
     LayerBatch,
@@ -81,6 +82,7 @@ class TensorPlane:
         region = _plane.Region.attach(path, epoch, shape.to_native())
         socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         try:
             socket.connect(endpoint)
             # Says that the region is mapped, so that its name can go.
@@ -139,6 +141,8 @@ class TensorPlane:
                 in_turn,
             )
         )
+        if len(message) > MAX_MESSAGE_BYTES:
+            raise PlaneError(f"the descriptor has {len(message)} bytes, at most {MAX_MESSAGE_BYTES} are taken")
         try:
             self._socket.send(message, zmq.NOBLOCK)
         except zmq.Again:

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from svc_common.security.sockets import open_to_group
 from svc_common.tensor_plane import _plane
 from svc_common.tensor_plane.errors import PlaneError
 from svc_common.tensor_plane.shape import RegionShape
@@ -19,23 +20,34 @@ _ATTEMPTS = 3
 
 
 class Segment:
-    """A region with its names: `neoflex-*/region` and `neoflex-*/descriptors`, mode 0700, below the segment directory.
+    """A region with its names: `neoflex-*/region` and `neoflex-*/descriptors`, below the segment directory.
+
+    They are the user's own, modes 0700 and 0600. A group, if there is one, gets 0710 and 0660 once all is in place.
 
     `unlink` removes the names and keeps the region, so that nothing is left behind however both processes end.
     """
 
-    def __init__(self, region: _plane.Region, directory: Path) -> None:
+    def __init__(self, region: _plane.Region, shape: RegionShape, directory: Path, group: int | None) -> None:
         """Use `create`."""
         self.region = region
+        self.shape = shape
         self._directory = directory
+        self._group = group
 
     @classmethod
     def create(
-        cls, segment_dir: Path, epoch: int, shape: RegionShape, pool_bytes: int, cpus: Sequence[int] = ()
+        cls,
+        segment_dir: Path,
+        epoch: int,
+        shape: RegionShape,
+        pool_bytes: int,
+        cpus: Sequence[int] = (),
+        group: int | None = None,
     ) -> "Segment":
         """Reserves the memory. Header and exchange slots come on top of `pool_bytes`. Raises PlaneError.
 
-        `cpus`: where the threads that will read the pool are pinned; its memory is taken next to them.
+        `cpus`: where the threads that will read the pool are pinned; its memory is taken next to them. `group`: may
+        attach the region, too, from `admit_group` on.
         """
         native = shape.to_native()
         for _ in range(_ATTEMPTS):
@@ -45,7 +57,8 @@ class Segment:
                 raise PlaneError(f"{segment_dir}: {error.strerror}") from error
             try:
                 _check_socket_path(directory / _SOCKET)
-                return cls(_plane.Region.create(str(directory / _REGION), epoch, native, pool_bytes, cpus), directory)
+                region = _plane.Region.create(str(directory / _REGION), epoch, native, pool_bytes, cpus)
+                return cls(region, shape, directory, group)
             except PlaneError:
                 # Another service that starts may have swept the directory away before its region was locked.
                 swept = not directory.exists()
@@ -61,6 +74,18 @@ class Segment:
     @property
     def endpoint(self) -> str:
         return f"ipc://{self._directory / _SOCKET}"
+
+    def admit_group(self) -> None:
+        """Once the socket is bound: nobody else came into the directory before. Raises PlaneError."""
+        if self._group is None:
+            return
+        try:
+            for name in (_SOCKET, _REGION):
+                open_to_group(self._directory / name, self._group)
+            os.chown(self._directory, -1, self._group)
+            os.chmod(self._directory, 0o710)
+        except OSError as error:
+            raise PlaneError(f"{self._directory} can't be given to group {self._group}: {error.strerror}") from error
 
     def unlink(self) -> None:
         """Removes the names. What is mapped and connected stays so."""

@@ -4,6 +4,8 @@
 // pool starts as NaN throughout: what is read without having been written shows.
 #include <cmath>
 #include <cstring>
+#include <iterator>
+#include <limits>
 #include <random>
 #include <thread>
 
@@ -219,6 +221,46 @@ void test_what_is_refused(const Kernel& kernel) {
     CHECK_THROWS(run(0, 1, contexts, tables), Interrupted, "given up");
 }
 
+// Numbers as a peer may send them: what is not refused computes, and touches nothing but the region.
+void test_any_numbers(const Kernel& kernel) {
+    constexpr std::int32_t num_blocks = 6;
+    const Shape shape{2, 2, 1, 8, 4, DType::fp32, DType::fp32, 2, 1.0f, 0.0f, {0, 3}};
+    Rig rig(shape, kernel, 2, num_blocks);
+    std::mt19937 random(3);
+    constexpr std::int32_t odd[] = {std::numeric_limits<std::int32_t>::min(), -1, 0, 3, num_blocks, 4 * num_blocks,
+                                    std::numeric_limits<std::int32_t>::max()};
+    auto any = [&](int least, int most) {
+        return random() % 12 == 0 ? odd[random() % std::size(odd)]
+                                  : least + static_cast<std::int32_t>(random() % (most - least + 1));
+    };
+    int num_computed = 0, num_refused = 0;
+    for (int i = 0; i < 5000; ++i) {
+        std::vector<std::int32_t> numbers[2][2];  // contexts and tables
+        std::vector<SubBatch> batches;
+        const LayerRange layers{any(0, 1), any(1, 2), random() % 2 == 0};
+        for (auto& [contexts, tables] : numbers) {
+            const auto num = static_cast<std::int32_t>(random() % 3), stride = static_cast<std::int32_t>(random() % 4);
+            for (std::int32_t s = 0; s < num; ++s) contexts.push_back(any(1, 8));
+            for (std::int32_t b = 0; b < num * stride; ++b) tables.push_back(any(0, num_blocks - 1));
+            const auto slot = static_cast<std::int32_t>(batches.size());
+            batches.push_back({random() % 12 == 0 ? any(0, 1) : slot, static_cast<std::uint32_t>(random()),
+                               {num, contexts.data(), tables.data(), stride}});
+            if (random() % 2 == 0) break;
+        }
+        for (const SubBatch& batch : batches)  // All is there that it could wait for.
+            if (batch.slot >= 0 && batch.slot < num_slots)
+                rig.owner().control().submitted[batch.slot].ring(batch.first_submit + shape.num_layers);
+        try {
+            rig.worker().run(batches, layers, random() % 2 == 0);
+            ++num_computed;
+        } catch (const PlaneError&) {
+            ++num_refused;
+        }
+    }
+    CHECK(num_computed > 500);
+    CHECK(num_refused > 500);
+}
+
 void test_an_executor_that_closes_ends_the_iteration(const Kernel& kernel) {
     const Shape shape{1, 2, 1, 8, 4, DType::fp32, DType::fp32, 2, 1.0f, 0.0f, {}};
     Rig rig(shape, kernel, 1, 3);
@@ -240,5 +282,6 @@ int main() {
         test_spans_and_threads(*kernel);
     }
     test_what_is_refused(scalar_kernel);
+    for (const Kernel* kernel : runnable_kernels()) test_any_numbers(*kernel);
     test_an_executor_that_closes_ends_the_iteration(scalar_kernel);
 }

@@ -1,11 +1,14 @@
-"""A region's names: there until the executor is connected, gone from then on."""
+"""A region's names: there until the executor is connected, gone from then on, and for whom they are."""
 
+import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
 from support.cpu_decodes import SHAPE
+from support.other_user import opened_by
 from support.stacks import until
 
 from cpu_attn_svc import session as session_module
@@ -59,3 +62,29 @@ def test_names_go_with_the_first_message(tmp_path: Path) -> None:
         plane.close()
     finally:
         session.close()
+
+
+GROUP = 4321
+
+
+@pytest.mark.parametrize("group", [None, GROUP])
+def test_only_the_segments_group_gets_in(group: int | None) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o755)
+        segment = Segment.create(Path(name), 1, SHAPE, 2**20, group=group)
+        directory = Path(segment.path).parent
+        assert directory.stat().st_mode & 0o777 == 0o700  # For all before the socket is there.
+        session = RegionSession(segment, "auto", ThreadPool(1, []))
+        session.start()
+        try:
+            socket = directory / "descriptors"
+            expected = "opened" if group else "Permission denied"
+            assert [opened_by(segment.path, GROUP), opened_by(socket, GROUP, socket=True)] == [expected] * 2
+            for groups in ((), (GROUP + 1,)):
+                refused = [opened_by(segment.path, *groups), opened_by(socket, *groups, socket=True)]
+                assert refused == ["Permission denied"] * 2
+            assert directory.stat().st_mode & 0o777 == (0o710 if group else 0o700)
+            if group:
+                assert Path(segment.path).stat().st_mode & 0o777 == socket.stat().st_mode & 0o777 == 0o660
+        finally:
+            session.close()

@@ -1,6 +1,5 @@
 """Keys, ids, headers, limits and the small routes."""
 
-import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ import pytest
 from openai import AsyncOpenAI, AuthenticationError
 from support.fake_planner import FakePlanner, RunningPlanner
 
-from gateway_svc.keys import ApiKeys, KeysError
 from neoflex.v1 import inference_pb2 as pb
 
 HI: Any = [{"role": "user", "content": "Hi"}]
@@ -130,32 +128,6 @@ async def test_keys(start_gateway: Any, tmp_path: Path, fake: FakePlanner) -> No
         assert (await http.get("/metrics")).status_code == 401
         assert (await http.get("/v1/models", headers={"authorization": "Basic first"})).status_code == 401
     assert len(fake.requests) == 2
-
-
-def test_keys_are_read_again_when_the_file_changes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "keys"
-    path.write_text("old")
-    keys = ApiKeys(path)
-    replacement = tmp_path / "new"
-    replacement.write_text("new")
-    os.replace(replacement, path)
-    assert keys.allows("Bearer new")
-    assert not keys.allows("Bearer old")
-    path.unlink()
-    assert keys.allows("bearer new")
-    assert keys.allows("Bearer new")
-    assert caplog.text.count("stay valid") == 1
-    path.write_text("# none\n")
-    assert not keys.allows("Bearer new")
-    assert not keys.allows("Bearer ")
-
-
-def test_a_file_without_keys_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(KeysError, match="No such file"):
-        ApiKeys(tmp_path / "none")
-    (tmp_path / "empty").write_text("# nothing")
-    with pytest.raises(KeysError, match="holds no key"):
-        ApiKeys(tmp_path / "empty")
 
 
 async def test_other_origins_only_where_they_are_named(http: httpx2.AsyncClient, start_gateway: Any) -> None:

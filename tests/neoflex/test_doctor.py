@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+from support.certificates import Authority
 from support.command import Run
 
 from neoflex import doctor
@@ -104,3 +105,31 @@ def test_the_command_ends_with_1_where_it_would_not_run(run: Run, tmp_path: Path
     assert "/no/such/model" in model["advice"]
     config.write_text("[gpu]\nkv_byte = 1\n")
     assert "gpu.kv_byte: unknown key" in run("doctor", "--config", str(config)).err
+
+
+def test_what_stands_open_is_said(machine: Path) -> None:
+    assert find(machine, "access").level is Level.OK
+    opened: dict[str, dict[str, object]] = {"planner": {"listen": "0.0.0.0:50051"}, "gpu": {"listen": "[::]:50052"}}
+    config = parse(dict(opened), "test")
+    found = [item.found for item in examine(config, machine) if item.topic == "access"]
+    unencrypted = "what it says and is told crosses the network unencrypted"
+    assert found == [
+        f"planner.listen: 0.0.0.0:50051 is open: whoever reaches it may call, and {unencrypted}",
+        f"gpu.listen: [::]:50052 is open: whoever reaches it may call, and {unencrypted}",
+    ]
+
+
+def test_keys_and_certificates_are_looked_at(machine: Path, tmp_path: Path) -> None:
+    issued = Authority(tmp_path / "ca").issue("planner")
+    keys = tmp_path / "keys"
+    keys.write_text("key")
+    keys.chmod(0o600)
+    planner: dict[str, object] = {"listen": "0.0.0.0:1", "api_keys_file": str(keys)}
+    assert find(machine, "access", planner=planner, tls=issued.section).level is Level.OK
+    keys.chmod(0o644)
+    finding = find(machine, "access", planner=planner, tls=issued.section)
+    assert (finding.level, finding.advice.partition(":")[0]) == (Level.NOTE, "planner.api_keys_file")
+    issued.key.chmod(0o644)
+    finding = find(machine, "access", planner=planner, tls=issued.section)
+    assert finding.level is Level.PROBLEM
+    assert finding.advice.startswith(f"tls.key: {issued.key}: its mode is 0644")

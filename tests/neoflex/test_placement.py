@@ -4,9 +4,10 @@ import socket
 from pathlib import Path
 
 import pytest
+from support.certificates import Authority
 
 from neoflex.placement import AddressInUseError, accepts, place, socket_fits, to_toml
-from svc_common.config import Config, GatewayConfig, load, parse
+from svc_common.config import Config, ConfigError, GatewayConfig, load, parse
 
 
 def test_inner_services_get_sockets_unless_they_have_an_address(tmp_path: Path) -> None:
@@ -111,3 +112,20 @@ def test_each_service_of_attention_gets_a_socket(tmp_path: Path) -> None:
     path.write_text(to_toml(placed))
     assert load(path) == placed
     assert path.read_text().count("[[cpu_attn]]\n") == 2
+
+
+def test_services_trust_the_certificate_that_they_share(tmp_path: Path) -> None:
+    issued = Authority(tmp_path / "ca").issue("services", "*.example.com", "127.0.0.1")
+    pair = {"certificate": str(issued.certificate), "key": str(issued.key)}
+    tls = place(parse({"planner": {"listen": "unix:/p"}, "tls": pair}, "test"), tmp_path).tls
+    assert tls is not None
+    assert (tls.server_name, tls.ca) == ("planner.example.com", issued.certificate)
+    own = {**pair, "ca": str(issued.ca), "server_name": "llm.example.com"}
+    config = parse({"planner": {"listen": "unix:/p"}, "tls": own}, "test")
+    placed = place(config, tmp_path)
+    assert placed.tls == config.tls
+    (tmp_path / "config.toml").write_text(to_toml(placed))
+    assert load(tmp_path / "config.toml").tls == config.tls
+    issued.key.chmod(0o644)
+    with pytest.raises(ConfigError, match=r"tls\.key: .*its mode is 0644"):
+        place(config, tmp_path)

@@ -302,3 +302,13 @@ def test_each_service_of_attention_is_a_child(bench: Bench) -> None:
         until(lambda: len(stack.pids) == 4)
         assert set(stack.pids) == set(commands)
         assert stack._services()["cpu_attn_svc-1"] == ("cpu_attn_svc", ("--index", "1"))
+
+
+def test_a_certificate_that_cannot_be_used_is_said_before_anything_starts(bench: Bench) -> None:
+    tls = config.TlsConfig(certificate=Path("/nowhere.pem"), key=Path("/nowhere.key"))
+    stack = bench.stack()
+    stack.config = stack.config.model_copy(update={"tls": tls})
+    with pytest.raises(StackError, match=r"tls\.certificate: /nowhere\.pem: No such file or directory"):
+        stack.start()
+    assert bench.notes() == []
+    bench.stack().start()  # The run directory was let go.

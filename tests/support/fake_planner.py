@@ -15,6 +15,7 @@ from neoflex.v1 import inference_pb2_grpc, trace_pb2_grpc
 from support.traces import ScriptedTraces
 from svc_common.errors import ServiceError
 from svc_common.grpc_server import GrpcServer
+from svc_common.security.door import Door
 
 Context = grpc.aio.ServicerContext[Any, Any]
 MODEL = "tiny"
@@ -191,10 +192,10 @@ class RunningPlanner:
 
 
 @asynccontextmanager
-async def fake_planner() -> AsyncIterator[RunningPlanner]:
+async def fake_planner(listen: str = "127.0.0.1:0", door: Door | None = None) -> AsyncIterator[RunningPlanner]:
     """Ready to serve, within the running event loop."""
     fake = FakePlanner()
-    server = GrpcServer("127.0.0.1:0", ["neoflex.v1.InferenceService"])
+    server = GrpcServer(listen, ["neoflex.v1.InferenceService"], door)
     server.register(inference_pb2_grpc.add_InferenceServiceServicer_to_server, fake)
     server.register(trace_pb2_grpc.add_TraceServiceServicer_to_server, fake.traces)
     await server.start()

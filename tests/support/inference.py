@@ -16,6 +16,7 @@ from neoflex.v1 import inference_pb2_grpc, trace_pb2_grpc
 from support.traces import ScriptedTraces
 from svc_common.errors import FieldViolation, invalid_arguments, resource_exhausted, unavailable
 from svc_common.grpc_server import GrpcServer
+from svc_common.security.door import Door
 
 Context = grpc.aio.ServicerContext
 TOP = pb.TokenLogprob(token_id=9, logprob=-0.25)
@@ -224,14 +225,14 @@ class InferenceServer:
 
 
 @contextmanager
-def inference_server(listen: str = "127.0.0.1:0") -> Iterator[InferenceServer]:
+def inference_server(listen: str = "127.0.0.1:0", door: Door | None = None) -> Iterator[InferenceServer]:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     servicer, traces = ScriptedInference(), ScriptedTraces()
 
     async def start() -> GrpcServer:
-        server = GrpcServer(listen, ["neoflex.v1.InferenceService"])
+        server = GrpcServer(listen, ["neoflex.v1.InferenceService"], door)
         server.register(inference_pb2_grpc.add_InferenceServiceServicer_to_server, servicer)
         server.register(trace_pb2_grpc.add_TraceServiceServicer_to_server, traces)
         await server.start()

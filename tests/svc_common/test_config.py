@@ -239,3 +239,29 @@ class TestAddressesOfTheEnvironment:
             "NEOFLEX_CPU_ATTN_LISTEN": ("cpu_attn", "listen"),
             "NEOFLEX_GATEWAY_LISTEN": ("gateway", "listen"),
         }.items() <= address_names().items()
+
+
+@pytest.mark.parametrize(
+    ("sections", "complaint"),
+    [
+        ({"planner": {"client_certificates": True}}, "planner.client_certificates needs [tls] with a ca"),
+        (
+            {"gateway": {"client_certificates": True}, "tls": {"certificate": "c", "key": "k"}},
+            "gateway.client_certificates needs [tls] with a ca",
+        ),
+        (
+            {
+                "planner": {"client_certificates": True, "listen": "unix:/p"},
+                "tls": {"certificate": "c", "key": "k", "ca": "a"},
+            },
+            "planner.client_certificates has no effect: planner.listen is a Unix socket",
+        ),
+        ({"gateway": {"certificate": "c"}}, "gateway: certificate and key go together, key is missing"),
+        ({"tls": {"certificate": "c"}}, "tls.key: Field required"),
+        ({"tls": {"certificate": "c", "key": "k", "cas": "a"}}, "tls.cas: unknown key"),
+    ],
+)
+def test_access_that_contradicts_itself(sections: dict[str, object], complaint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(sections, "test")
+    assert complaint in str(caught.value)

@@ -32,9 +32,10 @@ void check_decodes(const DecodeBatch& batch, const Shape& shape, std::int32_t nu
     for (std::int32_t s = 0; s < batch.num_sequences; ++s) {
         const std::int32_t context = batch.context_tokens[s];
         const std::int32_t needed = context < 1 ? 0 : (context - 1) / shape.block_tokens + 1;
-        require(needed >= 1 && needed <= batch.stride,
+        require(needed >= 1 && needed <= batch.stride && needed <= num_blocks,
                 "sequence " + std::to_string(s) + ": context of " + std::to_string(context) +
-                    " tokens beside a table of " + std::to_string(batch.stride) + " blocks");
+                    " tokens beside a table of " + std::to_string(batch.stride) + " blocks, of " +
+                    std::to_string(num_blocks) + " in all");
         const std::int32_t* blocks = batch.block_tables + static_cast<std::size_t>(s) * batch.stride;
         for (std::int32_t b = 0; b < needed; ++b)
             require(blocks[b] >= 0 && blocks[b] < num_blocks,
@@ -97,7 +98,8 @@ DecodePlan::DecodePlan(const DecodeBatch& batch, const HeadCounts& heads, const 
         const auto span_blocks = static_cast<std::int32_t>(divide_up(num_blocks, wanted_spans));
         const auto num_spans = static_cast<std::int32_t>(divide_up(num_blocks, span_blocks));
         const auto cut_at = [&](std::int32_t span) {
-            return std::min(end, std::max(begin, (first_block + span * span_blocks) * shape.block_tokens));
+            const std::int64_t token = (first_block + std::int64_t{span} * span_blocks) * shape.block_tokens;
+            return static_cast<std::int32_t>(std::clamp<std::int64_t>(token, begin, end));
         };
         for (std::int32_t tile = 0; tile < num_tiles; ++tile) {
             const std::int32_t first_head = tile * heads.num_kv_heads / num_tiles;

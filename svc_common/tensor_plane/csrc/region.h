@@ -80,12 +80,17 @@ class Region {
                                           std::size_t pool_bytes, const std::vector<int>& cpus) {
         shape.check();
         const std::size_t block_bytes = shape.block_bytes();
-        const std::size_t gpu_bytes = shape.num_gpu_blocks * shape.lower_block_bytes();
-        const std::size_t num_blocks = pool_bytes < gpu_bytes ? 0 : (pool_bytes - gpu_bytes) / block_bytes;
+        const std::size_t lower_bytes = shape.lower_block_bytes();
+        const auto num_gpu_blocks = static_cast<std::size_t>(shape.num_gpu_blocks);
+        // Their product may be more than there are numbers.
+        const bool fits = lower_bytes == 0 || num_gpu_blocks <= pool_bytes / lower_bytes;
+        const std::size_t gpu_bytes = fits ? num_gpu_blocks * lower_bytes : pool_bytes;
+        const std::size_t num_blocks = (pool_bytes - gpu_bytes) / block_bytes;
         if (num_blocks < 1)
             throw PlaneError("a pool of " + std::to_string(pool_bytes) + " bytes holds no block: one takes " +
                              std::to_string(block_bytes) +
-                             (gpu_bytes == 0 ? "" : ", the GPU's in the CPU layers " + std::to_string(gpu_bytes)));
+                             (gpu_bytes == 0 ? "" : ", the GPU's " + std::to_string(num_gpu_blocks) +
+                                                       " in the CPU layers " + std::to_string(lower_bytes) + " each"));
         if (num_blocks > static_cast<std::size_t>(std::numeric_limits<std::int32_t>::max()))
             throw PlaneError("a pool of " + std::to_string(pool_bytes) + " bytes has more blocks than can be numbered");
         const Layout layout = layout_of(shape, static_cast<std::int32_t>(num_blocks));
@@ -245,7 +250,9 @@ class Region {
         if (!(found.shape == shape_)) throw PlaneError(path + ": made for another shape");
         shape_.check();
         num_blocks_ = found.num_blocks;
-        if (num_blocks_ < 1) throw PlaneError(path + ": has no blocks");
+        // Its file has no room for more, and no product of it is too large for a number.
+        if (num_blocks_ < 1 || static_cast<std::size_t>(num_blocks_) > mapped_bytes_ / shape_.block_bytes())
+            throw PlaneError(path + ": cannot have " + std::to_string(num_blocks_) + " blocks");
         layout_ = layout_of(shape_, num_blocks_);
         if (found.region_bytes != layout_.region_bytes || mapped_bytes_ != file_bytes())
             throw PlaneError(path + ": has " + std::to_string(mapped_bytes_) + " bytes, its header says " +

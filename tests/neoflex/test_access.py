@@ -1,0 +1,170 @@
+"""Clients and commands in front of a server that asks for a certificate and a key."""
+
+import asyncio
+import http.server
+import json
+import ssl
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.certificates import Authority, Issued
+from support.command import Run
+from support.inference import InferenceServer, inference_server
+from support.traces import gpu_only
+
+from neoflex import AccessError, AsyncClient, Client, NeoflexError, Tls, UnauthenticatedError, UnavailableError
+from neoflex.access import Access
+from neoflex.health import complaint
+from svc_common.config import TlsConfig
+from svc_common.security.api_keys import ApiKeys
+from svc_common.security.door import Door
+from svc_common.security.tls import TlsFiles
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("ca"))
+
+
+@pytest.fixture(scope="module")
+def own(authority: Authority) -> Issued:
+    return authority.issue("client")
+
+
+@pytest.fixture(scope="module")
+def guarded(authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> Iterator[InferenceServer]:
+    """Asks for both."""
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text("secret\n")
+    tls = TlsFiles.of(TlsConfig.model_validate(authority.issue("planner", "planner.internal").section))
+    door = Door(tls, client_certificates=True, keys=ApiKeys("planner.api_keys_file", keys))
+    with inference_server(door=door) as running:
+        yield running
+
+
+def tls_of(issued: Issued) -> Tls:
+    return Tls(issued.ca, issued.certificate, issued.key, "planner.internal")
+
+
+def refused(server: InferenceServer, tls: Tls | bool, api_key: str) -> NeoflexError:
+    with Client(server.address, tls=tls, api_key=api_key) as client, pytest.raises(NeoflexError) as caught:
+        client.generate("hello")
+    return caught.value
+
+
+def test_with_both_a_client_is_served(guarded: InferenceServer, own: Issued) -> None:
+    with Client(guarded.address, tls=tls_of(own), api_key="secret") as client:
+        assert client.generate("hello").text == "a b c"
+        assert "".join(delta.text for delta in client.stream("hello"))
+        assert client.abort("nobody") is not None
+        assert client.model_info().name
+        assert client.is_ready()
+
+    async def run() -> str:
+        async with AsyncClient(guarded.address, tls=tls_of(own), api_key="secret") as client:
+            assert await client.is_ready()
+            pieces = [delta.text async for delta in client.stream("hello")]
+            assert pieces
+            return (await client.generate("hello")).text
+
+    assert asyncio.run(run()) == "a b c"
+
+
+def test_without_one_of_them_it_is_not(guarded: InferenceServer, own: Issued, authority: Authority) -> None:
+    for key in ("", "wrong"):
+        error = refused(guarded, tls_of(own), key)
+        assert isinstance(error, UnauthenticatedError)
+        assert error.reason == "API_KEY_INVALID"
+    bare = Tls(authority.ca, server_name="planner.internal")
+    assert isinstance(refused(guarded, bare, "secret"), UnavailableError)
+    assert isinstance(refused(guarded, False, "secret"), UnavailableError)
+
+
+def test_what_is_wrong_with_tls_is_said(guarded: InferenceServer, own: Issued, tmp_path: Path) -> None:
+    other = Tls(own.ca, own.certificate, own.key)
+    assert "for another name" in str(refused(guarded, other, "secret"))
+    foreign = Tls(Authority(tmp_path / "foreign").ca, own.certificate, own.key, "planner.internal")
+    assert "does not come from a CA that is trusted here" in str(refused(guarded, foreign, "secret"))
+    with inference_server() as plain:
+        assert "the server speaks none" in str(refused(plain, tls_of(own), "secret"))
+
+
+def test_files_that_are_none(own: Issued, tmp_path: Path) -> None:
+    with pytest.raises(AccessError, match="/nowhere: No such file"):
+        Client(tls=Tls("/nowhere"))
+    (tmp_path / "text").write_text("text")
+    with pytest.raises(AccessError, match="text: is no PEM file"):
+        Client(tls=Tls(tmp_path / "text"))
+    with pytest.raises(AccessError, match="go together"):
+        Client(tls=Tls(own.ca, own.certificate))
+    with pytest.raises(AccessError, match="printable ASCII"):
+        Client(api_key="schlüssel")
+
+
+def test_what_is_not_given_comes_from_the_environment() -> None:
+    files = {"NEOFLEX_CA_FILE": "a", "NEOFLEX_CERTIFICATE_FILE": "c", "NEOFLEX_KEY_FILE": "k"}
+    environment = {**files, "NEOFLEX_SERVER_NAME": "n", "NEOFLEX_API_KEY": "key"}
+    assert Access.of(None, None, environment) == Access(Tls("a", "c", "k", "n"), "key")
+    assert Access.of(False, "", environment) == Access(None, None)
+    assert Access.of(True, "mine", environment) == Access(Tls(), "mine")
+    assert Access.of(None, None, {"NEOFLEX_TLS": "1"}) == Access(Tls(), None)
+    assert Access.of(None, None, {"NEOFLEX_TLS": "0", "NEOFLEX_API_KEY": ""}) == Access(None, None)
+
+
+def options_of(own: Issued) -> list[str]:
+    files = ["--ca-file", str(own.ca), "--certificate-file", str(own.certificate), "--key-file", str(own.key)]
+    return [*files, "--server-name", "planner.internal"]
+
+
+def test_each_command_gets_in_by_options(guarded: InferenceServer, own: Issued, run: Run, tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("secret\n")
+    at = ["--address", guarded.address, *options_of(own), "--api-key-file", str(key)]
+    assert "a b c" in run("generate", "hello", "--json", *at).out
+    assert json.loads(run("status", "--json", *at).out)["model"]["name"]
+    guarded.traces.traces = [gpu_only(1, 0)]
+    assert run("trace", "--seconds", "20", "--iterations", "1", "--output", str(tmp_path / "t.json"), *at).code == 0
+    assert run("bench", "--requests", "2", "--warm-up", "0", "--json", *at).code == 0
+    assert run("health", guarded.address, *options_of(own)).code == 0
+
+
+def test_each_command_gets_in_by_the_environment(
+    guarded: InferenceServer, own: Issued, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run("status", "--address", guarded.address).code == 1
+    for name, value in (("CA", own.ca), ("CERTIFICATE", own.certificate), ("KEY", own.key)):
+        monkeypatch.setenv(f"NEOFLEX_{name}_FILE", str(value))
+    monkeypatch.setenv("NEOFLEX_SERVER_NAME", "planner.internal")
+    ended = run("status", "--address", guarded.address)
+    assert (ended.code, "UNAUTHENTICATED API_KEY_INVALID" in ended.err) == (1, True)
+    assert run("health", guarded.address).code == 0
+    monkeypatch.setenv("NEOFLEX_API_KEY", "secret")
+    assert run("status", "--address", guarded.address).code == 0
+    assert run("generate", "hello", "--address", guarded.address, "--json").code == 0
+
+
+class _Ready(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+def test_health_by_https(own: Issued, authority: Authority) -> None:
+    with http.server.HTTPServer(("127.0.0.1", 0), _Ready) as server:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(own.certificate, own.key)
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        url = f"https://127.0.0.1:{server.server_port}"
+        try:
+            assert complaint(url, "readiness", 20, Access(Tls(authority.ca))) is None
+            assert "certificate verify failed" in str(complaint(url, "readiness", 20))
+        finally:
+            server.shutdown()
+            thread.join()
