@@ -12,6 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from neoflex.access import Access, Tls
 from neoflex.channel import is_serving
+from neoflex.errors import AccessError
 
 READINESS = "readiness"
 LIVENESS = "liveness"
@@ -72,7 +73,11 @@ def main() -> None:
     """Asks for readiness; exits with 1 and the complaint, if there is one."""
     if len(sys.argv) != 2:
         raise SystemExit("usage: python -m neoflex.health ADDRESS")
-    raise SystemExit(complaint(sys.argv[1], READINESS, _TIMEOUT_S))
+    try:
+        found = complaint(sys.argv[1], READINESS, _TIMEOUT_S)
+    except AccessError as error:
+        found = str(error)
+    raise SystemExit(found)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from support.compose import ComposeStack
@@ -24,7 +23,7 @@ segment_dir = "/run/neoflex/segments"
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComposeStack]:
-    stack = ComposeStack(_readable(tmp_path_factory.mktemp("compose")), SETTINGS)
+    stack = ComposeStack(tmp_path_factory.mktemp("compose"), SETTINGS)
     try:
         _timed("build", stack, "build", "model")
         _timed("up", stack, "up", "--detach", "--wait", "--wait-timeout", "180", "--no-build")
@@ -34,13 +33,6 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComposeStack]:
         raise
     finally:
         stack.compose("down", "--volumes", "--timeout", "20")
-
-
-def _readable(directory: Path) -> Path:
-    """By the containers' user, too: what pytest makes is for its own alone."""
-    for path in (directory, directory.parent):
-        path.chmod(0o755)
-    return directory
 
 
 def _timed(what: str, stack: ComposeStack, *arguments: str) -> None:

@@ -4,22 +4,27 @@ The tests are one story, in this order.
 """
 
 import json
+import os
+import shutil
+import ssl
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from openai import OpenAI
+from openai import AuthenticationError, DefaultHttpxClient, OpenAI
+from support.certificates import Authority, Issued
 from support.compose import COMPOSE_DIR, SERVICES, ComposeStack, compose, until
 from support.reference import Reference, Verdict
 
-from neoflex import Client
+from neoflex import Client, NeoflexError, Tls
 from svc_common.model.store import resolve
 
 PROMPT = "The three largest planets of the solar system are"
 STREAM_TOKENS = 160
+API_KEY = "a-key-of-the-test"
 RUNNING = tuple(name for name in SERVICES if name != "model")
-OVERRIDES = ("gpu", "pinned", "memlock", "two-cpu-attn", "observability")
+OVERRIDES = ("gpu", "pinned", "memlock", "two-cpu-attn", "observability", "tls")
 
 
 @pytest.fixture
@@ -44,7 +49,7 @@ def served(client: Client) -> list[int]:
 @pytest.mark.parametrize("chosen", [(), *((name,) for name in OVERRIDES), OVERRIDES])
 def test_compose_takes_the_overrides_together(chosen: tuple[str, ...]) -> None:
     files = tuple(COMPOSE_DIR / f"{name}.yaml" for name in ("docker-compose", *chosen))
-    environ = {"GPU_CPUSET": "0-3", "CPU_ATTN_CPUSET": "4"}
+    environ = {"GPU_CPUSET": "0-3", "CPU_ATTN_CPUSET": "4", "TLS_DIR": "/tls"}
     services = json.loads(compose("config", "--format", "json", files=files, environ=environ))["services"]
     added = {"two-cpu-attn": {"cpu-attn-1"}, "observability": {"otel-collector", "prometheus", "grafana"}}
     assert services.keys() == {*SERVICES}.union(*(added.get(name, ()) for name in chosen))
@@ -193,6 +198,53 @@ def test_it_serves_again_when_gpu_was_killed(stack: ComposeStack, client: Client
 
 def _has_all(client: Client) -> bool:
     return all(pool.num_blocks > 0 for pool in client.server_info().host_pools)
+
+
+@pytest.fixture
+def identities(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Issued]:
+    """TLS_DIR, and what a client has to show. Private files belong to the containers' user."""
+    directory = tmp_path_factory.mktemp("tls")
+    authority = Authority(directory / "authority")
+    for service in RUNNING:
+        own = directory / service
+        own.mkdir()
+        own.chmod(0o755)
+        issued = authority.issue(service, service, "127.0.0.1")
+        shutil.copy(issued.ca, own / "ca.pem")
+        shutil.copy(issued.certificate, own / "certificate.pem")
+        (own / "api-keys").write_text(f"{API_KEY}\n")
+        shutil.copy(issued.key, own / "key.pem")
+        for private in (own / "key.pem", own / "api-keys"):
+            private.chmod(0o600)
+            os.chown(private, 10001, 10001)
+    return directory, authority.issue("client")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives keys to the containers' user, which takes root")
+def test_tls_and_keys_at_the_doors(stack: ComposeStack, expected: list[int], identities: tuple[Path, Issued]) -> None:
+    directory, client = identities
+    keys = 'api_keys_file = "/etc/neoflex/tls/api-keys"\nclient_certificates = true\n'
+    files = "".join(f'{name} = "/etc/neoflex/tls/{name}.pem"\n' for name in ("certificate", "key", "ca"))
+    settings = stack.settings.read_text().replace("[planner]\n", f"[planner]\n{keys}")
+    stack.settings.write_text(f"{settings}[gateway]\n{keys}[tls]\n{files}")
+    up = ("up", "--detach", "--wait", "--wait-timeout", "120", "--no-build", "--no-deps")
+    stack.compose(*up, "planner", "gateway", override="tls", environ={"TLS_DIR": str(directory)})
+    address, url = f"127.0.0.1:{stack.grpc_port}", f"https://127.0.0.1:{stack.http_port}/v1"
+    shown = Tls(client.ca, client.certificate, client.key)
+    with Client(address, tls=shown, api_key=API_KEY) as known:
+        assert served(known) == expected
+    for tls, key, code in ((shown, "wrong", "UNAUTHENTICATED"), (Tls(client.ca), API_KEY, "UNAVAILABLE")):
+        with Client(address, tls=tls, api_key=key, max_retries=0) as stranger, pytest.raises(NeoflexError) as refused:
+            stranger.model_info()
+        assert refused.value.code == code
+    context = ssl.create_default_context(cafile=str(client.ca))
+    context.load_cert_chain(client.certificate, client.key)
+    with DefaultHttpxClient(verify=context) as connection:
+        api = OpenAI(base_url=url, api_key=API_KEY, max_retries=0, http_client=connection)
+        assert [model.id for model in api.models.list()] == ["smollm2-135m-instruct"]
+        with pytest.raises(AuthenticationError):
+            api.with_options(api_key="wrong").models.list()
+    assert stack.run("planner", "neoflex", "health", "127.0.0.1:50051") == "ok\n"
 
 
 def test_it_leaves_nothing(stack: ComposeStack) -> None:

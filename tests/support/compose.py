@@ -48,10 +48,10 @@ class ComposeStack:
         self.project = f"neoflex-test-{os.getpid()}"
         self.docker = docker.from_env()
         self.grpc_port, self.http_port = _free_port(), _free_port()
-        toml, override = directory / "test.toml", directory / "test.json"
-        toml.write_text(settings)
-        toml.chmod(0o644)
-        override.write_text(json.dumps(_override(toml)))
+        self.settings, override = directory / "test.toml", directory / "test.json"
+        self.settings.write_text(settings)
+        self.settings.chmod(0o644)  # The containers' user reads it.
+        override.write_text(json.dumps(_override(self.settings)))
         self._files = (COMPOSE_DIR / "docker-compose.yaml", override)
         self._environ = {
             "COMPOSE_PROJECT_NAME": self.project,
@@ -62,8 +62,10 @@ class ComposeStack:
             **({"TORCH_INDEX_URL": ""} if _has_torch_wheel() else {}),
         }
 
-    def compose(self, *arguments: str) -> str:
-        return compose(*arguments, files=self._files, environ=self._environ)
+    def compose(self, *arguments: str, override: str | None = None, environ: Mapping[str, str] | None = None) -> str:
+        """`override`: one of those beside docker-compose.yaml, and what it wants of the environment."""
+        files = (*self._files, COMPOSE_DIR / f"{override}.yaml") if override else self._files
+        return compose(*arguments, files=files, environ={**self._environ, **(environ or {})})
 
     def container(self, service: str) -> Container:
         """As it is now, one that has ended included."""
