@@ -33,7 +33,7 @@ start_daemon() {
     daemon=$!
     for _ in $(seq 240); do
         if docker info; then return 0; fi
-        kill -0 $daemon || return 1
+        kill -0 $daemon 2>/dev/null || return 1
         sleep 0.25
     done
     return 1
