@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from openai import AuthenticationError, DefaultHttpxClient, OpenAI
 from support.certificates import Authority, Issued
 from support.compose import COMPOSE_DIR, SERVICES, ComposeStack, compose, until
-from support.reference import Reference, Verdict
+from support.reference import TIE, Reference
 
 from neoflex import Client, NeoflexError, Tls
 from svc_common.model.store import resolve
@@ -35,11 +36,24 @@ def client(stack: ComposeStack) -> Iterator[Client]:
 
 
 @pytest.fixture(scope="module")
-def expected(stack: ComposeStack) -> list[int]:
-    """What transformers says after the prompt."""
+def reference() -> Reference:
+    return Reference(resolve("smollm2-135m-instruct"))
+
+
+def assert_greedy(reference: Reference, prompt: tuple[int, ...], tokens: list[int]) -> None:
+    """Each token is the one that transformers would have taken after the ones before it, or as good as that one."""
+    logits = reference.logits([*prompt, *tokens])[len(prompt) - 1 : -1]
+    taken = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    assert (logits.max(dim=1).values - taken).max() <= TIE
+
+
+@pytest.fixture(scope="module")
+def expected(stack: ComposeStack, reference: Reference) -> list[int]:
+    """What is served after the prompt, while nothing has happened yet."""
     with Client(f"127.0.0.1:{stack.grpc_port}") as client:
-        prompt = client.tokenize(PROMPT)
-    return Reference(resolve("smollm2-135m-instruct")).greedy(prompt, 32)
+        tokens = served(client)
+        assert_greedy(reference, client.tokenize(PROMPT), tokens)
+    return tokens
 
 
 def served(client: Client) -> list[int]:
@@ -154,7 +168,7 @@ class Streams:
             thread.join()
 
 
-def test_streams_go_on_when_cpu_attn_is_killed(stack: ComposeStack, client: Client) -> None:
+def test_streams_go_on_when_cpu_attn_is_killed(stack: ComposeStack, client: Client, reference: Reference) -> None:
     text = Path(COMPOSE_DIR.parent / "LICENSE").read_text()
     tokens = client.tokenize(text[:3000])
     prompts = [tokens[start : start + 96] for start in (0, 100, 200, 300)]
@@ -165,14 +179,13 @@ def test_streams_go_on_when_cpu_attn_is_killed(stack: ComposeStack, client: Clie
         "all decode, some on the host",
     )
     num_regions = stack.num_regions()
+    assert all(len(tokens) < STREAM_TOKENS for tokens in streams.tokens)
     stack.crash("cpu-attn")
     streams.join()
     assert streams.errors == []
-    reference, verdict = Reference(resolve("smollm2-135m-instruct")), Verdict()
     for prompt, found in zip(prompts, streams.tokens, strict=True):
         assert len(found) == STREAM_TOKENS
-        reference.judge(prompt, found, verdict)
-    assert verdict.mismatches == []
+        assert_greedy(reference, prompt, found)
     until(lambda: stack.num_regions() > num_regions and _has_all(client), 60, "cpu-attn is attached again")
     assert stack.run("gpu", "ls", "/run/neoflex/segments") == ""
 
