@@ -10,7 +10,7 @@ SOURCES := $(PACKAGES) tests benchmarks
 BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints.txt \
 	$(shell find proto svc_common cpu_attn_svc \( -name '*.proto' -o -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt \) 2>/dev/null)
 
-.PHONY: help demo test lint types imports protos format model unit integration clients console bench-serve bench-kernel sanitize cross bench-quantisation bench-hop bench-overlap bench-executor bench-sampling bench-planner bench-planner-full bench-baselines bench-estimate bench-realtime bench-gateway bench-policies bench-policy-check bench-telemetry clean
+.PHONY: help demo test lint types imports protos format model unit integration clients console compose bench-serve bench-kernel sanitize cross bench-quantisation bench-hop bench-overlap bench-executor bench-sampling bench-planner bench-planner-full bench-baselines bench-estimate bench-realtime bench-gateway bench-policies bench-policy-check bench-telemetry clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 
@@ -40,7 +40,7 @@ model: $(VENV)/.runtime # The default model, in the user's cache directory
 	@$(BIN)/neoflex model fetch
 
 unit: $(VENV)/.dev model ## Tests of one module each
-	$(BIN)/pytest tests --numprocesses 2 --dist loadfile --ignore tests/integration --ignore tests/clients --ignore tests/console
+	$(BIN)/pytest tests --numprocesses 2 --dist loadfile --ignore tests/integration --ignore tests/clients --ignore tests/console --ignore tests/compose/test_stack.py
 
 integration: $(VENV)/.dev model ## Tests with the real services and the real model
 	$(BIN)/pytest tests/integration -rP
@@ -50,6 +50,9 @@ clients: $(VENV)/.dev model ## Clients in Node, Go and C++ (examples/README.md s
 
 console: $(VENV)/.dev model ## The console page in headless Chromium (Debian's chromium); pictures go to build/console
 	$(BIN)/pytest tests/console
+
+compose: $(VENV)/.dev model ## The stack of compose/ in a Docker daemon; root on Debian gets one
+	@bash tools/with_docker.sh $(BIN)/pytest tests/compose/test_stack.py -rP
 
 sanitize: $(VENV)/.dev ## C++ tests under the address, undefined-behaviour and thread sanitizers
 	@sh tools/sanitize.sh $(abspath $(BIN))

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -118,10 +118,17 @@ class SupervisedProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                env=_without_ours(os.environ),
                 # Ctrl-C in a terminal reaches the supervisor alone, which ends the children in order.
                 start_new_session=True,
             )
             return self._process
+
+
+def _without_ours(environ: Mapping[str, str]) -> dict[str, str]:
+    """The supervisor's file says where each service listens, whatever variables are set for services elsewhere, or for
+    this machine's clients."""
+    return {name: value for name, value in environ.items() if not name.startswith("NEOFLEX_")}
 
 
 def describe_exit(code: int) -> str:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from neoflex.cli import bench, demo, doctor, generate, health, model, plan, simulate, status, trace, up
+from neoflex.cli import bench, demo, doctor, generate, health, model, plan, simulate, status, threads, trace, up
 from neoflex.cli.output import fail
 from neoflex.errors import NeoflexError
 from neoflex.supervisor import StackError
@@ -22,6 +22,7 @@ app.command()(up.up)
 app.command()(generate.generate)
 app.command()(status.status)
 app.command()(health.health)
+app.command()(threads.threads)
 app.command()(trace.trace)
 app.command()(bench.bench)
 app.command()(doctor.doctor)

@@ -1,8 +1,10 @@
 """One TOML file, loaded once by each service's `__main__`; every constructor is handed its own part.
 
-Sizes accept units ("256MiB"). Unknown keys and values out of range are refused, naming the key.
+Sizes accept units ("256MiB"). Unknown keys and values out of range are refused, naming the key. The environment may set
+addresses, and nothing else: environment.py.
 """
 
+from svc_common.config.environment import address_names
 from svc_common.config.gateway import GatewayConfig
 from svc_common.config.loading import ConfigError, load, load_cpu_attn_from_argv, load_from_argv, parse
 from svc_common.config.logs import LoggingConfig
@@ -32,6 +34,7 @@ __all__ = [
     "Section",
     "TelemetryConfig",
     "TlsConfig",
+    "address_names",
     "checked_address",
     "load",
     "load_cpu_attn_from_argv",

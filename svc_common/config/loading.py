@@ -1,5 +1,6 @@
 """From a file, and from a service's command line."""
 
+import os
 import sys
 import tomllib
 from collections.abc import Mapping
@@ -9,6 +10,7 @@ from types import MappingProxyType
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from svc_common.config.environment import with_addresses
 from svc_common.config.root import Config, check_apart
 from svc_common.config.types import no_size
 
@@ -17,15 +19,22 @@ class ConfigError(Exception):
     """The configuration cannot be used. The text names the key and the limit."""
 
 
-def load(path: Path) -> Config:
-    """Reads a TOML file. Raises ConfigError naming each bad key."""
+def load(path: Path, environ: Mapping[str, str] = MappingProxyType({})) -> Config:
+    """Reads a TOML file; addresses of `environ` go over it, see environment.py. Raises ConfigError naming each bad key
+    or variable.
+    """
     try:
         with path.open("rb") as file:
-            config = parse(tomllib.load(file), str(path))
+            values = tomllib.load(file)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
     except ValueError as error:  # Bytes that are no UTF-8 included.
         raise ConfigError(f"{path}: not TOML: {error}") from error
+    try:
+        values, variables = with_addresses(values, environ)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    config = parse(values, str(path), variables)
     try:
         check_apart([service.listen for service in config.cpu_attn])
     except ValueError as error:
@@ -104,7 +113,7 @@ def load_cpu_attn_from_argv(service: str) -> tuple[Config, int]:
 
 def _load_or_exit(service: str, path: str) -> Config:
     try:
-        return load(Path(path))
+        return load(Path(path), os.environ)
     except ConfigError as error:
         print(f"{service}: {error}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -256,6 +256,26 @@ class TestModel:
             "error: 'nope' is no built-in model; there are: smollm2-135m-instruct, gemma-3-270m\n",
         )
 
+    def test_fetching_the_model_of_a_configuration(
+        self, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        file = tmp_path / "neoflex.toml"
+        gguf = tmp_path / "own.gguf"
+        gguf.write_bytes(b"GGUF")
+        file.write_text(f'[model]\nsource = "{gguf}"\n')
+        assert run("model", "fetch", "--config", str(file)).out == f"own: {gguf}\n"
+        listed = BUILTIN_MODELS["smollm2-135m-instruct"]
+        path = listed.path(tmp_path / "neoflex")
+        path.parent.mkdir(parents=True)
+        with path.open("wb") as made:
+            made.truncate(listed.size_bytes)
+        file.write_text('[model]\nsource = "smollm2-135m-instruct"\n')
+        assert run("model", "fetch", "--config", str(file)).out == f"smollm2-135m-instruct: {path}\n"
+        ended = run("model", "fetch", "gemma-3-270m", "--config", str(file))
+        assert ended.code == 2
+        assert "a name and --config are two models" in ended.err
+
 
 class TestUp:
     def test_options_win_over_the_file(self, tmp_path: Path) -> None:

@@ -2,12 +2,15 @@
 
 import asyncio
 import http.server
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 from support.command import Run
+from support.stacks import own_environment
 
 from neoflex.health import complaint
 from svc_common.grpc_server import GrpcServer
@@ -76,3 +79,13 @@ def test_the_command_says_why_and_ends_with_1(run: Run, gateway: str, tmp_path: 
     assert ended.err.startswith(f"error: {nobody}: UNAVAILABLE: ")
     assert run("health", "http://127.0.0.1:1").err == "error: http://127.0.0.1:1: Connection refused\n"
     assert run("health", "nowhere").code == 2
+
+
+def test_the_module_alone_says_the_same(gateway: str) -> None:
+    def ask(*arguments: str) -> tuple[int, str]:
+        argv = [sys.executable, "-P", "-m", "neoflex.health", *arguments]
+        done = subprocess.run(argv, env=own_environment(), capture_output=True, text=True, check=False)
+        return done.returncode, done.stderr
+
+    assert ask(gateway) == (1, f"{gateway}: readiness is 503 Service Unavailable\n")
+    assert ask() == (1, "usage: python -m neoflex.health ADDRESS\n")

@@ -93,6 +93,17 @@ def test_a_run_directory_that_is_a_file_is_refused(bench: Bench) -> None:
         bench.stack().start()
 
 
+def test_addresses_of_the_environment_are_not_those_of_its_children(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NEOFLEX_PLANNER_LISTEN", "elsewhere:1")
+    script = "import os, time; print(os.environ.get('NEOFLEX_PLANNER_LISTEN', 'none'), flush=True); time.sleep(600)"
+    stack = bench.stack(argv={"gpu_svc": (sys.executable, "-c", script)})
+    stack.start()
+    until(lambda: stack.log_paths["gpu_svc"].exists() and stack.log_paths["gpu_svc"].read_text() != "")
+    assert stack.log_paths["gpu_svc"].read_text() == "none\n"
+
+
 def test_a_child_that_dies_at_start_ends_it_with_its_last_words(bench: Bench) -> None:
     broken = (sys.executable, "-c", "print('no such model'); raise SystemExit(7)")
     stack = bench.stack(argv={"gpu_svc": broken})

@@ -130,9 +130,9 @@ class Service:
         self.segment_dir = directory / "segments"
         self.segment_dir.mkdir(exist_ok=True)
         self.kv_bytes = int(str(cpu_attn.get("kv_bytes", 4 * 2**20)))
-        self.listen = listen = f"unix:{directory / 'control'}"
+        self.listen = f"unix:{directory / 'control'}"
         values = {
-            "listen": listen,
+            "listen": self.listen,
             "kv_bytes": self.kv_bytes,
             "segment_dir": self.segment_dir,
             "num_threads": 1,
@@ -142,7 +142,7 @@ class Service:
         lines = [f"{key} = {value if isinstance(value, int) else repr(str(value))}" for key, value in values.items()]
         config.write_text("\n".join(["[planner]", f"drain_s = {drain_s}", "[cpu_attn]", *lines]))
         self.process = subprocess.Popen([sys.executable, "-m", "cpu_attn_svc", "--config", str(config)])
-        self._channel = grpc.insecure_channel(listen)
+        self._channel = grpc.insecure_channel(self.listen)
         self.stub = cpu_attention_pb2_grpc.CpuAttentionServiceStub(self._channel)
 
     def wait_ready(self) -> "Service":

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from svc_common.config import ClassConfig, Config, ConfigError, load, parse
+from svc_common.config import ClassConfig, Config, ConfigError, address_names, load, parse
 
 GIB = 2**30
 
@@ -167,6 +167,78 @@ def test_a_file_that_is_no_toml(data: bytes, tmp_path: Path) -> None:
         load(path)
     path.write_text("")
     assert load(path) == Config()
+
+
+class TestAddressesOfTheEnvironment:
+    """A file of several services, one of which a variable may move."""
+
+    FILE = '[planner]\nlisten = "127.0.0.1:1"\nmode = "gpu_only"\n[[cpu_attn]]\nkv_bytes = "1GiB"\n'
+    TWO = '[[cpu_attn]]\nlisten = "unix:/a"\n[[cpu_attn]]\nlisten = "unix:/b"\n'
+
+    @staticmethod
+    def loaded(directory: Path, text: str, **environ: str) -> Config:
+        file = directory / "c.toml"
+        file.write_text(text)
+        return load(file, environ)
+
+    def test_each_goes_over_the_file_and_nothing_else_does(self, tmp_path: Path) -> None:
+        config = self.loaded(
+            tmp_path,
+            self.FILE,
+            NEOFLEX_PLANNER_LISTEN="0.0.0.0:50051",
+            NEOFLEX_GPU_LISTEN="unix:/run/gpu",
+            NEOFLEX_CPU_ATTN_LISTEN="unix:/run/cpu",
+            NEOFLEX_GATEWAY_LISTEN="[::1]:80",
+            PATH="/bin",
+            NEOFLEX_API_KEY="a client's",
+        )
+        assert (config.planner.listen, config.planner.mode) == ("0.0.0.0:50051", "gpu_only")
+        assert config.gpu.listen == "unix:/run/gpu"
+        assert [(service.listen, service.kv_bytes) for service in config.cpu_attn] == [("unix:/run/cpu", GIB)]
+        assert config.gateway is not None
+        assert config.gateway.listen == "[::1]:80"
+
+    def test_without_any_the_file_holds(self, tmp_path: Path) -> None:
+        assert self.loaded(tmp_path, self.FILE) == parse({"planner": {"listen": "127.0.0.1:1", "mode": "gpu_only"}}, "")
+
+    def test_several_services_of_attention_have_one_each(self, tmp_path: Path) -> None:
+        config = self.loaded(tmp_path, self.TWO, NEOFLEX_CPU_ATTN_LISTEN="cpu-0:7, cpu-1:7")
+        assert [service.listen for service in config.cpu_attn] == ["cpu-0:7", "cpu-1:7"]
+
+    @pytest.mark.parametrize(
+        ("text", "environ", "complaint"),
+        [
+            (FILE, {"NEOFLEX_PLANNER_LISTEN": "planner"}, '^NEOFLEX_PLANNER_LISTEN: must be "host:port" or'),
+            (FILE, {"NEOFLEX_GPU_LISTEN": "gpu:70000"}, "^NEOFLEX_GPU_LISTEN: the port must be from 0 to 65535, is"),
+            (FILE, {"NEOFLEX_CPU_ATTN_LISTEN": "x"}, '^NEOFLEX_CPU_ATTN_LISTEN: must be "host:port" or'),
+            (
+                FILE,
+                {"NEOFLEX_CPU_ATTN_LISTEN": "a:1,b:2"},
+                r"^NEOFLEX_CPU_ATTN_LISTEN: 2 addresses, one for each \[\[cpu_attn\]\] would be 1$",
+            ),
+            (TWO, {"NEOFLEX_CPU_ATTN_LISTEN": "a:1,b"}, '^NEOFLEX_CPU_ATTN_LISTEN: must be "host:port" or'),
+            (TWO, {"NEOFLEX_CPU_ATTN_LISTEN": "a:1"}, r"cpu_attn\[1\].listen is that of cpu_attn\[0\], a:1"),
+            (
+                FILE,
+                {"NEOFLEX_GPU_LISTENS": "a:1", "NEOFLEX_MODE": "auto"},
+                "^NEOFLEX_GPU_LISTENS, NEOFLEX_MODE: unknown; the environment may set NEOFLEX_CPU_ATTN_LISTEN, ",
+            ),
+            ('planner = "x"\n', {"NEOFLEX_PLANNER_LISTEN": "a:1"}, "planner: must be a table of keys, is 'x'"),
+        ],
+    )
+    def test_mistakes_name_the_variable(
+        self, tmp_path: Path, text: str, environ: dict[str, str], complaint: str
+    ) -> None:
+        with pytest.raises(ConfigError, match=complaint):
+            self.loaded(tmp_path, text, **environ)
+
+    def test_every_address_has_a_name(self) -> None:
+        assert {
+            "NEOFLEX_PLANNER_LISTEN": ("planner", "listen"),
+            "NEOFLEX_GPU_LISTEN": ("gpu", "listen"),
+            "NEOFLEX_CPU_ATTN_LISTEN": ("cpu_attn", "listen"),
+            "NEOFLEX_GATEWAY_LISTEN": ("gateway", "listen"),
+        }.items() <= address_names().items()
 
 
 @pytest.mark.parametrize(
