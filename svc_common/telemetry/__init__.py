@@ -1,0 +1,1 @@
+"""What the services tell about themselves: metrics, traces and logs, over OTLP and to Prometheus."""
