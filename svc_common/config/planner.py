@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
+from svc_common.config.telemetry import HostPort
 from svc_common.config.types import Address, Section
 
 Mode = Literal["auto", "gpu_only", "asymmetric", "same_layer", "decoupled"]
@@ -55,6 +56,8 @@ class PlannerConfig(Section):
 
     listen: Address = "127.0.0.1:50051"
     """Address of the public gRPC service; `host:port` or `unix:path`."""
+    metrics_listen: HostPort | None = None
+    """Address of an HTTP server with /metrics for Prometheus; port 0 takes a free one. Default: none."""
     mode: Mode = "auto"
     """"auto" chooses each iteration by predicted throughput. The others force how sequences on the host decode: not at
     all, in two sub-batches where both have work, in one batch, or as a cohort at its own pace."""

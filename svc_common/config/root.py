@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from svc_common.config.gateway import GatewayConfig
 from svc_common.config.model import KvConfig, ModelConfig
 from svc_common.config.planner import PlannerConfig
+from svc_common.config.telemetry import TelemetryConfig
 from svc_common.config.types import Section
 from svc_common.config.workers import CpuAttnConfig, GpuConfig
 
@@ -29,6 +30,7 @@ class Config(Section):
     )
     """One for each service; a single table is a list of one."""
     gateway: GatewayConfig | None = None
+    telemetry: TelemetryConfig = TelemetryConfig()
 
     @property
     def cpu_attn_services(self) -> tuple[CpuAttnConfig, ...]:

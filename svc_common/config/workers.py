@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import ByteSize, Field, model_validator
 
+from svc_common.config.telemetry import HostPort
 from svc_common.config.types import Address, Section, Size
 
 
@@ -13,6 +14,8 @@ class GpuConfig(Section):
 
     listen: Address = "127.0.0.1:50052"
     """Address of the executor's gRPC service."""
+    metrics_listen: HostPort | None = None
+    """Address of an HTTP server with /metrics for Prometheus; port 0 takes a free one. Default: none."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """"auto": cuda where there is one."""
     dtype: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"] = "auto"
@@ -46,6 +49,8 @@ class CpuAttnConfig(Section):
 
     listen: Address = "127.0.0.1:50053"
     """Address of the control gRPC service."""
+    metrics_listen: HostPort | None = None
+    """Address of an HTTP server with /metrics for Prometheus; port 0 takes a free one. Default: none."""
     kv_bytes: Size = ByteSize(1024 * 2**20)
     """Size of the service's pool of host KV. 0, of a single one, runs without the service."""
     num_threads: Annotated[int, Field(ge=1)] = 1
