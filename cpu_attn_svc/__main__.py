@@ -5,12 +5,14 @@ import logging
 import sys
 
 from cpu_attn_svc.host import AttentionHost
+from cpu_attn_svc.meters import observe_host
 from cpu_attn_svc.servicer import CpuAttentionServicer
 from neoflex.v1 import cpu_attention_pb2, cpu_attention_pb2_grpc
 from svc_common import config as configuration
 from svc_common.config import ConfigError
 from svc_common.cores import CpuClaim, pinnable_cpus, usable_cores
 from svc_common.grpc_server import GrpcServer, ListenError, configure_logging, until_stop_signal
+from svc_common.telemetry.telemetry import Telemetry
 
 SERVICE = "cpu_attn_svc"
 _STOP_GRACE_S = 1.0
@@ -39,9 +41,15 @@ def main() -> None:
     # gpu_svc's threads, if pinned, take from the other end.
     claim = CpuClaim(pinnable_cpus(from_end=True), service.num_threads)
     try:
+        telemetry = Telemetry(SERVICE, config.telemetry)
         host = AttentionHost(service, key, usable_cores(), claim.cpus, config.model.source)
         logger.info("threads stay on CPUs %s", claim.cpus or "of the kernel's choice")
-        asyncio.run(serve(service.listen, host))
+        observe_host(telemetry.meters, host)
+        telemetry.start_metrics(service.metrics_listen, f"{key}.metrics_listen")
+        try:
+            asyncio.run(serve(service.listen, host))
+        finally:
+            telemetry.close()
     except ListenError as error:
         print(f"{SERVICE}: {key}.listen: {error}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cpu_attn_svc.session import RegionSession
+from cpu_attn_svc.totals import Totals
 from svc_common.config import ConfigError, CpuAttnConfig
 from svc_common.cpu_kernels import ThreadPool, choose_instruction_set
 from svc_common.memory import check_fits_memory, huge_page_bytes, usable_memory_bytes
@@ -98,6 +99,8 @@ class AttentionHost:
         self._layers: CpuLayers | None = None
         """Of the latest region; kept for a next one of the same."""
         self._session: RegionSession | None = None
+        self.totals = Totals()
+        """Of all regions."""
         self._huge_page_bytes = 0
         removed = remove_stale_segments(config.segment_dir)
         if removed:
@@ -123,7 +126,7 @@ class AttentionHost:
         segment = Segment.create(self._config.segment_dir, epoch, shape, self._config.kv_bytes, self._cpus)
         self._huge_page_bytes = huge_page_bytes(segment.path)
         try:
-            session = RegionSession(segment, self.instruction_set, self._threads, self._layers)
+            session = RegionSession(segment, self.instruction_set, self._threads, self.totals, self._layers)
         except Exception:
             segment.close()
             raise

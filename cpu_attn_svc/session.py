@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import zmq
 
 from cpu_attn_svc import _attention
+from cpu_attn_svc.totals import Totals
 from svc_common.cpu_kernels import ThreadPool
 from svc_common.tensor_plane import PlaneError, Report, Segment
 from svc_common.tensor_plane.messages import Descriptor, WorkError, WorkReport, decode_descriptor, encode_report
@@ -26,9 +27,17 @@ class RegionSession:
     """Serves one executor until that ends, or until `close`. Its memory is freed when the session ends."""
 
     def __init__(
-        self, segment: Segment, instruction_set: str, threads: ThreadPool, layers: "CpuLayers | None" = None
+        self,
+        segment: Segment,
+        instruction_set: str,
+        threads: ThreadPool,
+        totals: Totals,
+        layers: "CpuLayers | None" = None,
     ) -> None:
-        """Listens at the segment's endpoint. `layers` are those that the region's shape asks for. Raises PlaneError."""
+        """Listens at the segment's endpoint. `layers` are those that the region's shape asks for. Raises PlaneError.
+
+        What is done is added to `totals`.
+        """
         region = segment.region
         self.epoch = region.epoch
         self.num_blocks = region.num_blocks
@@ -37,6 +46,7 @@ class RegionSession:
         """By the executor's last descriptor."""
         self.iterations: int = 0
         """Computed so far."""
+        self._totals = totals
         self._layers = layers
         runner = layers.runner(segment, instruction_set, threads) if layers else None
         self._worker: _attention.Worker | None = _attention.Worker(region, instruction_set, threads, runner)
@@ -66,6 +76,7 @@ class RegionSession:
         self._thread.join()
 
     def _serve(self, segment: Segment, worker: _attention.Worker) -> None:
+        self._totals.begin()
         try:
             has_names = True
             while not self._stop.is_set():
@@ -85,6 +96,7 @@ class RegionSession:
             logger.error("the region of epoch %d is given up: %s", self.epoch, error)
         finally:
             self._worker = None
+            self._totals.end()
             self._socket.close()
             segment.close()
 
@@ -148,5 +160,6 @@ class RegionSession:
         except _attention.InterruptedIterationError as error:
             return failed(WorkError.INTERRUPTED, str(error))
         self.iterations += 1
+        self._totals.add(compute_ns, wait_ns)
         report = Report(descriptor.iteration, compute_ns, wait_ns, tuple((e[0], e[1], e[2], e[3]) for e in events))
         return WorkReport(self.epoch, report, self.iterations)

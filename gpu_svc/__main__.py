@@ -8,12 +8,14 @@ from pathlib import Path
 
 import torch
 from llguidance import LLTokenizer
+from opentelemetry.trace import Tracer
 
 from gpu_svc.executor import Executor
 from gpu_svc.grammars import Grammars
 from gpu_svc.kv_cache import KvShape
 from gpu_svc.link import Link
 from gpu_svc.loading import load_for_device
+from gpu_svc.meters import observe_executor
 from gpu_svc.servicer import ExecutorServicer
 from gpu_svc.table_cache import TableCache, digest, processor_name
 from neoflex.v1 import executor_pb2, executor_pb2_grpc
@@ -28,6 +30,7 @@ from svc_common.memory import check_fits_memory, usable_memory_bytes
 from svc_common.model.spec import ModelSpec, UnsupportedModelError
 from svc_common.model.store import ModelFiles, ModelNotFoundError, default_cache_dir, resolve
 from svc_common.model.tokenizer import tokenizer_json
+from svc_common.telemetry.telemetry import Telemetry
 
 _GRACE_S = 5.0
 
@@ -53,15 +56,23 @@ def main() -> None:
     configure_logging("gpu_svc")
     torch.set_num_threads(_num_threads(config))
     try:
+        telemetry = Telemetry("gpu_svc", config.telemetry)
         executor = make_executor(config)
+        observe_executor(telemetry.meters, executor)
     except _CANNOT_START as error:
         logger.error("%s", error)
         sys.exit(1)
     try:
-        asyncio.run(_serve(config, executor))
+        telemetry.start_metrics(config.gpu.metrics_listen, "gpu.metrics_listen")
+        asyncio.run(_serve(config, executor, telemetry.tracer))
     except ListenError as error:
         logger.error("gpu.listen: %s", error)
         sys.exit(1)
+    except ConfigError as error:
+        logger.error("%s", error)
+        sys.exit(1)
+    finally:
+        telemetry.close()
 
 
 def _num_threads(config: Config) -> int:
@@ -178,12 +189,13 @@ def table_cache(config: Config) -> TableCache | None:
     return TableCache(directory, machine)
 
 
-async def _serve(config: Config, executor: Executor) -> None:
+async def _serve(config: Config, executor: Executor, tracer: Tracer) -> None:
     # torch keeps its number of threads per thread.
     with ThreadPoolExecutor(1, "executor", torch.set_num_threads, (torch.get_num_threads(),)) as thread:
         service_name = executor_pb2.DESCRIPTOR.services_by_name["ExecutorService"].full_name
         server = GrpcServer(config.gpu.listen, [service_name])
-        servicer = ExecutorServicer(executor, thread, [service.listen for service in config.cpu_attn_services])
+        addresses = [service.listen for service in config.cpu_attn_services]
+        servicer = ExecutorServicer(executor, thread, addresses, tracer)
         server.register(executor_pb2_grpc.add_ExecutorServiceServicer_to_server, servicer)
         await server.start()
         await server.set_ready(True)

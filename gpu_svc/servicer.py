@@ -10,7 +10,10 @@ from functools import partial
 from typing import Any, TypeVar
 
 import grpc
+from opentelemetry.context import attach, detach
+from opentelemetry.trace import NoOpTracer, Tracer
 
+from gpu_svc import iteration_span
 from gpu_svc.cpu_attention_client import attach_host_tier, region_shape
 from gpu_svc.device_memory import DoesNotFitError
 from gpu_svc.executor import Executor
@@ -32,6 +35,7 @@ from svc_common.decoder.dtypes import dtype_name
 from svc_common.errors import FieldViolation, failed_precondition, invalid_argument, invalid_arguments
 from svc_common.plan import ExecutionError, IterationResult
 from svc_common.policy import ExecutionPolicy
+from svc_common.telemetry.propagation import parent_of
 from svc_common.tensor_plane import PlaneError
 
 # One runs and one waits; a planner that sends more is held back by the stream.
@@ -45,8 +49,15 @@ T = TypeVar("T")
 class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
     """Thin: the executor decides nothing and this decides less."""
 
-    def __init__(self, executor: Executor, thread: ThreadExecutor, cpu_attention_addresses: Sequence[str]) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        thread: ThreadExecutor,
+        cpu_attention_addresses: Sequence[str],
+        tracer: Tracer | None = None,
+    ) -> None:
         """`thread` has one worker, the only one to touch `executor`. Addresses: of all CPU attention services."""
+        self._tracer = tracer or NoOpTracer()
         self._executor = executor
         self._thread = thread
         self._cpu_attention_addresses = tuple(cpu_attention_addresses)
@@ -161,12 +172,14 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
     async def Execute(
         self, request_iterator: AsyncIterator[pb.ExecuteRequest], context: Context
     ) -> AsyncIterator[pb.ExecuteResponse]:
-        pending: asyncio.Queue[asyncio.Future[IterationResult] | None] = asyncio.Queue(_MAX_PENDING_PLANS)
+        pending: asyncio.Queue[tuple[asyncio.Future[IterationResult], str] | None]
+        pending = asyncio.Queue(_MAX_PENDING_PLANS)
 
         async def take_plans() -> None:
             try:
                 async for request in request_iterator:
-                    await pending.put(self._in_thread(partial(self._run, request.plan, time.perf_counter_ns())))
+                    future = self._in_thread(partial(self._run, request.plan, time.perf_counter_ns()))
+                    await pending.put((future, request.plan.traceparent))
             except Exception:
                 await pending.put(None)
                 raise
@@ -174,8 +187,12 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
 
         reader = asyncio.create_task(take_plans())
         try:
-            while (future := await pending.get()) is not None:
-                yield pb.ExecuteResponse(result=result_to_pb(await future))
+            while (item := await pending.get()) is not None:
+                future, traceparent = item
+                result = await future
+                yield pb.ExecuteResponse(result=result_to_pb(result))
+                if traceparent:
+                    iteration_span.record(self._tracer, traceparent, result)
             await reader
         finally:
             reader.cancel()
@@ -186,7 +203,13 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             plan = plan_from_pb(message)
         except InvalidPlanError as error:
             return self._executor.fail(message.epoch, message.iteration, ExecutionError.INVALID_PLAN, str(error))
-        return self._executor.run(plan, received_ns)
+        if not plan.traceparent:
+            return self._executor.run(plan, received_ns)
+        token = attach(parent_of([("traceparent", plan.traceparent)]))  # What is logged meanwhile belongs there.
+        try:
+            return self._executor.run(plan, received_ns)
+        finally:
+            detach(token)
 
     async def CompileGrammar(self, request: pb.CompileGrammarRequest, context: Context) -> pb.CompileGrammarResponse:
         if self._executor.grammars is None or not self._executor.grammars.end_token_ids:

@@ -70,6 +70,7 @@ def plan_from_pb(plan: pb.IterationPlan) -> IterationPlan:
         sub_batches=tuple(map(_sub_batch, plan.sub_batches)),
         cohort=_cohort(plan.cohort) if plan.HasField("cohort") else None,
         trace=plan.trace,
+        traceparent=plan.traceparent,
     )
 
 

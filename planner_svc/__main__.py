@@ -17,6 +17,7 @@ from svc_common.model.read_spec import read_spec
 from svc_common.model.spec import ModelSpec, UnsupportedModelError
 from svc_common.model.store import ModelFiles, ModelNotFoundError, resolve
 from svc_common.model.tokenizer import Tokenizer, load_tokenizer
+from svc_common.telemetry.telemetry import Telemetry
 
 SERVICE = "planner_svc"
 DRAIN_GRACE_S = 30.0
@@ -71,9 +72,9 @@ def _version() -> str:
         return "uninstalled"
 
 
-async def serve(config: Config, model: ServedModel) -> None:
+async def serve(config: Config, model: ServedModel, telemetry: Telemetry) -> None:
     """Until SIGTERM or SIGINT, and then until the requests in hand have ended."""
-    server = PlannerServer(config, model)
+    server = PlannerServer(config, model, telemetry)
     await server.start()
     logger.info("listening on %s, model %s, mode %s", server.address, model.name, config.planner.mode)
     await until_stop_signal()
@@ -88,7 +89,11 @@ def main() -> None:
     try:
         files = resolve(config.model.source)
         model = describe(config, files, read_spec(files))
-        asyncio.run(serve(config, model))
+        telemetry = Telemetry(SERVICE, config.telemetry)
+        try:
+            asyncio.run(serve(config, model, telemetry))
+        finally:
+            telemetry.close()
     except ListenError as error:
         print(f"{SERVICE}: planner.listen: {error}", file=sys.stderr)
         raise SystemExit(2) from None

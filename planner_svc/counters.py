@@ -23,6 +23,11 @@ class Counters:
     executor_busy_ns: int = 0
     cpu_wait_ns: int = 0
     cpu_attention_ns: int = 0
+    executor_idle_ns: int = 0
+    """It had no plan."""
+    weight_wait_ns: int = 0
+    weight_bytes: int = 0
+    """Of weights that were streamed."""
     planning_ns: int = 0
     cpu_threads_grown: int = 0
     cpu_threads_shrunk: int = 0
@@ -35,6 +40,9 @@ class Counters:
         self.executor_busy_ns += result.timings.total_ns
         self.cpu_wait_ns += result.timings.cpu_wait_ns
         self.cpu_attention_ns += result.timings.cpu_attention_ns
+        self.executor_idle_ns += result.timings.idle_ns
+        self.weight_wait_ns += result.timings.weight_wait_ns
+        self.weight_bytes += result.timings.weight_bytes
 
 
 @dataclass(slots=True)
@@ -93,6 +101,8 @@ class Load:
     """The load at one moment."""
 
     num_waiting: int = 0
+    num_preempted: int = 0
+    """Of those that wait: they ran, and are to be computed again."""
     num_running: int = 0
     max_waiting: int = 0
     gpu_blocks_used: int = 0
@@ -100,6 +110,8 @@ class Load:
     host_blocks_used: int = 0
     host_blocks: int = 0
     pool_blocks_used: tuple[int, ...] = ()
+    """By host pool."""
+    pool_blocks: tuple[int, ...] = ()
     """By host pool."""
     classes: tuple[ClassLoad, ...] = ()
     """By name."""

@@ -14,6 +14,8 @@ from planner_svc.classes import ServiceClasses
 from planner_svc.counters import ClassTallies, Counters, FinishRate, Load
 from planner_svc.estimator import Estimator, Factors
 from planner_svc.generation import EndReason, Generation, GenerationRequest
+from planner_svc.request_meters import CALLER_GONE, RequestMeters
+from planner_svc.request_span import RequestSpan
 from planner_svc.scheduler import (
     AdmissionError,
     AdmissionReason,
@@ -41,8 +43,16 @@ _RETRY_S = 1.0
 class Engine:
     """Every accepted request ends exactly once: finished, failed, or withdrawn because its caller has gone."""
 
-    def __init__(self, tokenizer: Tokenizer, mode: ModePolicy, max_waiting: int, classes: ServiceClasses) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        mode: ModePolicy,
+        max_waiting: int,
+        classes: ServiceClasses,
+        meters: RequestMeters,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._meters = meters
         self._mode = mode
         self._max_waiting = max_waiting
         self._scheduler: Scheduler | None = None
@@ -122,7 +132,8 @@ class Engine:
 
     def withdraw(self, generation: Generation) -> None:
         """The caller has gone: frees what the request holds. Does nothing where it has ended."""
-        self._remove(generation)
+        if self._remove(generation) is not None:
+            self._meters.failed(generation, CALLER_GONE, time.monotonic_ns())
 
     def abort(self, request_ids: Iterable[str]) -> tuple[str, ...]:
         """Ends requests by id; returns those that were running."""
@@ -184,7 +195,11 @@ class Engine:
         assert self._scheduler is not None
         start_ns = time.monotonic_ns()
         plan = self._scheduler.plan(start_ns * 1e-9)
-        self.counters.planning_ns += time.monotonic_ns() - start_ns
+        end_ns = time.monotonic_ns()
+        self.counters.planning_ns += end_ns - start_ns
+        for new in plan.new_sequences if plan else ():
+            if generation := self._by_sequence.get(new.sequence_id):
+                generation.note_planned(end_ns)
         return plan
 
     @property
@@ -216,10 +231,15 @@ class Engine:
     def deliver(self, tokens: Iterable[TokenEvent]) -> None:
         """Gives tokens to their requests, and ends those that are complete."""
         now_ns = time.monotonic_ns()
+        gaps: dict[tuple[str, int], int] = {}
+        """How many tokens follow one of that class that came at that time: there are far fewer such times."""
         for token in tokens:
             generation = self._by_sequence.get(token.sequence_id)
             if generation is None:  # Ended since the result was applied.
                 continue
+            if generation.last_token_ns:
+                gap = generation.request.service_class.name, generation.last_token_ns
+                gaps[gap] = gaps.get(gap, 0) + 1
             ends = token.finish == "end_token"
             stop = generation.push(token.token_id, token.logprobs, ends, now_ns)
             if ends:
@@ -228,11 +248,18 @@ class Engine:
                 self._finish(generation, EndReason.STOP_TEXT, stop)
             elif token.finish == "length":
                 self._finish(generation, EndReason.LENGTH)
+        for (class_name, before_ns), num in gaps.items():
+            self._meters.inter_token(class_name).observe((now_ns - before_ns) / 1e9, num)
 
     def drain(self) -> None:
         """Accepts nothing more; `idle` tells when the requests in hand have ended."""
         self._draining = True
         self.changed.set()
+
+    def span_of(self, sequence_id: int) -> RequestSpan | None:
+        """Of a request that has not ended."""
+        generation = self._by_sequence.get(sequence_id)
+        return generation.request.span if generation else None
 
     # --- what health and load balancers ask
 
@@ -252,6 +279,7 @@ class Engine:
             return Load(max_waiting=self._max_waiting)
         return Load(
             num_waiting=scheduler.num_waiting,
+            num_preempted=scheduler.num_preempted,
             num_running=scheduler.num_running,
             max_waiting=self._max_waiting,
             gpu_blocks_used=scheduler.gpu_blocks_used,
@@ -259,6 +287,7 @@ class Engine:
             host_blocks_used=scheduler.host_blocks_used,
             host_blocks=capacity.host_blocks,
             pool_blocks_used=scheduler.pool_blocks_used,
+            pool_blocks=capacity.host_pools,
             classes=self.classes.loads(scheduler.num_waiting_of),
         )
 
@@ -275,12 +304,15 @@ class Engine:
     def _finish(self, generation: Generation, reason: EndReason, matched: str | int | None = None) -> None:
         history = self._remove(generation)
         if history is not None:
-            generation.finish(reason, matched, history, time.monotonic_ns())
+            now_ns = time.monotonic_ns()
+            generation.finish(reason, matched, history, now_ns)
             self.classes.judge(generation.request.service_class.name, generation.finished.targets_met)
+            self._meters.finished(generation, now_ns)
 
     def _fail(self, generation: Generation, error: ServiceError) -> None:
         if self._remove(generation) is not None:
             generation.fail(error)
+            self._meters.failed(generation, error.reason, time.monotonic_ns())
 
     def _remove(self, generation: Generation) -> History | None:
         """Frees what the request holds; returns what became of its KV, or None where it had ended before."""

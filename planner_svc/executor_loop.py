@@ -20,6 +20,7 @@ from planner_svc.executor_client import (
     PlanStream,
 )
 from planner_svc.host_watch import PROBE_EVERY_S, HostWatch
+from planner_svc.iteration_meters import IterationMeters
 from planner_svc.policy_keeper import PolicyKeeper
 from planner_svc.policy_tables import MakeEstimator, PolicyTables
 from planner_svc.scheduler import Capacity, TokenEvent
@@ -57,6 +58,7 @@ class ExecutorLoop:
         block_tokens: int,
         make_estimator: MakeEstimator,
         traces: Traces,
+        meters: IterationMeters,
         policy: ExecutionPolicy | None = None,
         policies: PolicyKeeper | None = None,
     ) -> None:
@@ -70,6 +72,7 @@ class ExecutorLoop:
         self._limits = limits
         self._block_tokens = block_tokens
         self._traces = traces
+        self._meters = meters
         self._policy = policy
         self._policies = policies
         self._tables = PolicyTables(make_estimator)
@@ -105,6 +108,7 @@ class ExecutorLoop:
                 await self._next_epoch(await self._drive())
         except ExecutorLostError as error:
             logger.error("executor lost: %s", error)
+            self._meters.epoch_ended("executor_lost")
             self._engine.close(unavailable("EXECUTOR_LOST", "the executor was lost; it is awaited", _RETRY_S))
         except Exception:
             logger.exception("the engine failed; all requests end and the executor is opened afresh")
@@ -195,6 +199,7 @@ class ExecutorLoop:
     async def _next_epoch(self, end: EpochEnd) -> None:
         """Carries the requests in hand over into a new epoch."""
         logger.warning("epoch %d ends: %s", self._epoch, end.value)
+        self._meters.epoch_ended(end.name.lower())
         if end is EpochEnd.FAILED:
             self._engine.fail_all(unavailable("EXECUTION_FAILED", "the executor failed at an iteration", _RETRY_S))
         if end is EpochEnd.HOST_LOST:
@@ -268,12 +273,15 @@ class ExecutorLoop:
             stream.close()
 
     async def _exchange(self, stream: PlanStream, results: "deque[IterationResult | Exception]") -> EpochEnd:
+        assert self.placement is not None
+        device = self.placement.device
         in_flight: deque[IterationPlan] = deque()
         self._engine.wake.set()
         while True:
             await self._engine.wake.wait()
             self._engine.wake.clear()
             tokens: list[TokenEvent] = []
+            applied: list[tuple[IterationPlan, IterationResult]] = []
             end = self._requested_end
             while results and end is None:
                 result = results.popleft()
@@ -284,6 +292,7 @@ class ExecutorLoop:
                     end = self._end_of(result)
                 else:
                     plan = in_flight.popleft()
+                    applied.append((plan, result))
                     tokens += self._engine.apply(result)
                     for watch in self._watches:
                         watch.cores.observe(result)
@@ -293,9 +302,12 @@ class ExecutorLoop:
             while end is None and len(in_flight) < PLANS_AHEAD and (next_plan := self._engine.plan()):
                 for watch, num_in_pool in zip(self._watches, self._engine.num_by_pool, strict=True):
                     watch.cores.planned(next_plan, num_in_pool)
+                next_plan = self._meters.planned(next_plan)
                 await stream.send(replace(next_plan, trace=True) if self._traces.are_wanted else next_plan)
                 in_flight.append(next_plan)
             self._engine.deliver(tokens)
+            for plan, result in applied:
+                self._meters.applied(plan, result, device)
             if end is not None:
                 return end
 
@@ -309,10 +321,10 @@ class ExecutorLoop:
             results.append(error)
             self._engine.wake.set()
 
-    @staticmethod
-    def _end_of(result: IterationResult) -> EpochEnd:
+    def _end_of(self, result: IterationResult) -> EpochEnd:
         assert result.error is not None
-        logger.error("iteration %d failed: %s: %s", result.iteration, result.error.value, result.error_message)
+        with self._meters.failed(result):
+            logger.error("iteration %d failed: %s: %s", result.iteration, result.error.value, result.error_message)
         return EpochEnd.HOST_LOST if result.error is ExecutionError.CPU_ATTENTION_LOST else EpochEnd.FAILED
 
     # --- the CPU attention services

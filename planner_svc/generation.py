@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from enum import Enum
 
+from planner_svc.request_span import RequestSpan
 from planner_svc.scheduler import History, ServiceClass, Targets
 from planner_svc.text import AnswerText
 from svc_common.errors import ServiceError
@@ -31,6 +32,7 @@ class GenerationRequest:
     targets: Targets | None
     cache_salt: str | None
     """None: its KV is shared with no other request."""
+    span: RequestSpan | None = None
 
 
 class EndReason(Enum):
@@ -39,6 +41,11 @@ class EndReason(Enum):
     LENGTH = "length"
     TIME_LIMIT = "time_limit"
     ABORT = "abort"
+
+    @property
+    def word(self) -> str:
+        """As OpenAI's clients and dashboards know it: what the model or the caller ended is all "stop"."""
+        return "stop" if self in (EndReason.END_TOKEN, EndReason.STOP_TEXT) else self.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +82,28 @@ class Finished:
     duration_ns: int
     recomputations: int
     cached_tokens: int
-    targets_met: bool | None
+    ttft_met: bool | None
     """None without targets, or where it ended before its first token was due without one."""
+    tpot_met: bool | None
+    """None without targets, or without a second token."""
+
+    @property
+    def targets_met(self) -> bool | None:
+        """Both; None where nothing was due."""
+        return self.ttft_met and self.tpot_met is not False
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """How far a request got. Times are those of CLOCK_MONOTONIC, in ns; 0 for what did not happen."""
+
+    planned_ns: int
+    """When a plan had it for the first time."""
+    first_token_ns: int
+    last_token_ns: int
+    num_tokens: int
+    text: str
+    """Of the answer so far, where the request's span captures it."""
 
 
 class Generation:
@@ -87,32 +114,51 @@ class Generation:
         self.sequence_id = sequence_id
         self._answer = AnswerText(tokenizer, request.stops)
         self._text: list[str] = []
+        self._captured: list[str] = []
+        self._captures = request.span is not None and request.span.captures_content
         self._token_ids: list[int] = []
         self._positions: list[Position] = []
         self._prompt_positions: list[Position] = []
         self._num_prompt_positions = 0
         self._num_tokens = 0
+        self._planned_ns = 0
         self._first_token_ns = 0
-        self._last_token_ns = 0
+        self.last_token_ns = 0
+        """time.monotonic_ns() when the latest token came; 0 before the first."""
         self._outcome: Finished | ServiceError | None = None
         self._changed = asyncio.Event()
         self._ended = asyncio.Event()
 
     # --- the engine's side
 
+    def note_planned(self, now_ns: int) -> None:
+        """A plan has it."""
+        self._planned_ns = self._planned_ns or now_ns
+
+    @property
+    def marks(self) -> Marks:
+        return Marks(
+            self._planned_ns, self._first_token_ns, self.last_token_ns, self._num_tokens, "".join(self._captured)
+        )
+
     def push(self, token_id: int, logprobs: TokenLogprobs | None, is_end: bool, now_ns: int) -> str | None:
         """Takes a token; returns the stop text it completes. An end token counts but adds no text."""
         if not self._num_tokens:
             self._first_token_ns = now_ns
         self._num_tokens += 1
-        self._last_token_ns = now_ns
+        self.last_token_ns = now_ns
         self._token_ids.append(token_id)
         if logprobs is not None:
             self._positions.append(Position(token_id, logprobs))
         if not is_end:
-            self._text.append(self._answer.push(token_id))
+            self._add_text(self._answer.push(token_id))
         self._changed.set()
         return self._answer.matched
+
+    def _add_text(self, text: str) -> None:
+        self._text.append(text)
+        if self._captures:
+            self._captured.append(text)
 
     def push_prompt(self, part: PromptLogprobs) -> None:
         """Takes log-probabilities of the prompt; those that came before a recomputation come again, and are dropped."""
@@ -123,8 +169,9 @@ class Generation:
 
     def finish(self, reason: EndReason, matched: str | int | None, history: History, now_ns: int) -> None:
         """Ends it well; text that was held back goes out unless it is the stop text."""
-        self._text.append(self._answer.rest())
+        self._add_text(self._answer.rest())
         arrival_ns = self.request.arrival_ns
+        ttft_met, tpot_met = self._met_targets(now_ns)
         self._end(
             Finished(
                 reason=reason,
@@ -135,19 +182,23 @@ class Generation:
                 duration_ns=now_ns - arrival_ns,
                 recomputations=history.num_recomputations,
                 cached_tokens=history.num_cached_tokens,
-                targets_met=self._met_targets(now_ns),
+                ttft_met=ttft_met,
+                tpot_met=tpot_met,
             )
         )
 
-    def _met_targets(self, now_ns: int) -> bool | None:
+    def _met_targets(self, now_ns: int) -> tuple[bool | None, bool | None]:
+        """TTFT's and TPOT's."""
         targets, arrival_ns = self.request.targets, self.request.arrival_ns
         if targets is None:
-            return None
+            return None, None
         if not self._num_tokens:
-            return False if now_ns - arrival_ns > targets.ttft_s * 1e9 else None
-        follow_ns = self._last_token_ns - self._first_token_ns
+            return False if now_ns - arrival_ns > targets.ttft_s * 1e9 else None, None
         in_time = self._first_token_ns - arrival_ns <= targets.ttft_s * 1e9
-        return in_time and follow_ns <= targets.tpot_s * 1e9 * (self._num_tokens - 1)
+        if self._num_tokens == 1:
+            return in_time, None
+        follow_ns = self.last_token_ns - self._first_token_ns
+        return in_time, follow_ns <= targets.tpot_s * 1e9 * (self._num_tokens - 1)
 
     def fail(self, error: ServiceError) -> None:
         """Ends it with an error, after the deltas so far."""

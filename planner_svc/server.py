@@ -13,7 +13,11 @@ from planner_svc.estimator import OperationTables, TableEstimator
 from planner_svc.executor_client import EpochLimits, ExecutorClient, HostClient
 from planner_svc.executor_loop import ExecutorLoop
 from planner_svc.host_watch import HostWatch
+from planner_svc.iteration_meters import IterationMeters
 from planner_svc.policy_keeper import PolicyKeeper
+from planner_svc.request_meters import RequestMeters
+from planner_svc.request_span import face_of
+from planner_svc.server_meters import observe_engine
 from planner_svc.servicer import InferenceServicer, ServedModel
 from planner_svc.trace_servicer import TraceServicer
 from planner_svc.traces import Traces
@@ -22,6 +26,7 @@ from svc_common.errors import unavailable
 from svc_common.grpc_server import GrpcServer
 from svc_common.memory import usable_memory_bytes
 from svc_common.policy import ExecutionPolicy
+from svc_common.telemetry.telemetry import Telemetry
 
 SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 _TRACE_SERVICE_NAME = trace_pb2.DESCRIPTOR.services_by_name["TraceService"].full_name
@@ -33,11 +38,15 @@ _CLOSE_S = 1.0
 class PlannerServer:
     """Started once, stopped once. Ready when the executor is."""
 
-    def __init__(self, config: Config, model: ServedModel) -> None:
+    def __init__(self, config: Config, model: ServedModel, telemetry: Telemetry | None = None) -> None:
         """Raises ConfigError where the model has other layers than the configuration speaks of."""
         planner, services = config.planner, config.cpu_attn_services
         classes = service_classes(planner)
-        self._engine = Engine(model.tokenizer, planner.mode, planner.max_waiting_requests, classes)
+        self._telemetry = telemetry = telemetry or Telemetry("planner_svc")
+        self._metrics_listen = planner.metrics_listen
+        meters = RequestMeters(telemetry, face_of(model.name, planner.listen), classes.by_name)
+        self._engine = Engine(model.tokenizer, planner.mode, planner.max_waiting_requests, classes, meters)
+        observe_engine(telemetry.meters, self._engine)
         self._executor = ExecutorClient(config.gpu.listen)
         self._hosts = [HostClient(service.listen) for service in services]
         limits = EpochLimits(planner.max_running_sequences, planner.max_batch_tokens, model.limits.max_sequence_tokens)
@@ -62,12 +71,18 @@ class PlannerServer:
             model.block_tokens,
             make_estimator,
             traces,
+            IterationMeters(telemetry, self._engine.span_of),
             policy,
             keeper,
         )
         self._server = GrpcServer(planner.listen, [SERVICE_NAME, _TRACE_SERVICE_NAME])
         servicer = InferenceServicer(
-            model, self._engine, classes, lambda: self._loop.placement, self._executor.compile_grammar
+            model,
+            self._engine,
+            classes,
+            lambda: self._loop.placement,
+            self._executor.compile_grammar,
+            meters,
         )
         self._server.register(inference_pb2_grpc.add_InferenceServiceServicer_to_server, servicer)
         self._server.register(trace_pb2_grpc.add_TraceServiceServicer_to_server, TraceServicer(traces))
@@ -79,7 +94,8 @@ class PlannerServer:
         return self._server.address
 
     async def start(self) -> None:
-        """Listens. Raises ListenError."""
+        """Listens. Raises ListenError, and ConfigError for the address of the metrics."""
+        self._telemetry.start_metrics(self._metrics_listen, "planner.metrics_listen")
         await self._server.start()
         self._tasks = [asyncio.create_task(self._loop.run()), asyncio.create_task(self._publish_health())]
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,9 +16,11 @@ from planner_svc.constraints import Constraint, ConstraintError, grammar_of
 from planner_svc.engine import Engine
 from planner_svc.executor_client import ExecutorLostError, Placement
 from planner_svc.generation import Generation, GenerationRequest
+from planner_svc.request_meters import RequestMeters
+from planner_svc.request_span import RequestSpan
 from planner_svc.requests import ChatPrompt, GenerationOptions, Limits, Prompt, TextPrompt
 from svc_common.errors import ServiceError, invalid_argument, unavailable
-from svc_common.model.chat_template import ChatTemplateError, ToolsUnknownError
+from svc_common.model.chat_template import ChatTemplateError, ToolsUnknownError, Turn
 from svc_common.model.spec import ModelSpec
 from svc_common.model.tokenizer import Tokenizer
 
@@ -48,6 +50,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         classes: ServiceClasses,
         placement: Callable[[], Placement | None],
         compile_grammar: Callable[[str], Awaitable[str]],
+        meters: RequestMeters,
     ) -> None:
         """`placement` returns that of the current epoch, None before the first. `compile_grammar` has the executor make
         a grammar ready and returns why it can't, or nothing; it raises ExecutorLostError.
@@ -57,6 +60,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._classes = classes
         self._placement = placement
         self._compile_grammar = compile_grammar
+        self._meters = meters
         self._started_s = time.monotonic()
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
@@ -152,19 +156,39 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def _accept(self, message: pb.GenerateRequest, context: Context) -> Generation:
         """Checks, tokenizes and submits a request. Raises ServiceError."""
         arrival_ns = time.monotonic_ns()
+        operation = "chat" if message.HasField("chat") else "text_completion"
+        span = self._meters.begin(operation, context.invocation_metadata(), arrival_ns)
+        span.enter()
         try:
             prompt, options = requests.parse_generation(message, self._model.limits, self._classes)
             self._engine.check_open(options.request_id)
             tokens = await self._tokens_of(prompt, prefix="request.")
             grammar = await self._grammar_of(options.constraint) if options.constraint else ""
-            request = self._resolve(prompt, tokens, options, grammar, arrival_ns)
+            request = replace(self._resolve(prompt, tokens, options, grammar, arrival_ns), span=span)
             generation = self._engine.submit(request, f"request.{requests.prompt_field(prompt)}")
-        except ServiceError:
+        except ServiceError as error:
             self._engine.counters.refused_requests += 1
+            self._meters.refused(span, error.reason, arrival_ns)
             raise
+        except BaseException as error:  # Its call was cancelled, say.
+            self._meters.refused(span, type(error).__name__, arrival_ns)
+            raise
+        span.accept(request)
+        self._note_prompt(span, prompt, tokens)
         # Cancelled, past its deadline, broken: whichever way the call ends, nobody waits for the rest.
         context.add_done_callback(lambda _: self._engine.withdraw(generation))  # type: ignore[arg-type]  # stub: a class
         return generation
+
+    def _note_prompt(self, span: RequestSpan, prompt: Prompt, tokens: Sequence[int]) -> None:
+        if not span.captures_content:
+            return
+        match prompt:
+            case ChatPrompt(turns):
+                span.note_prompt(turns)
+            case TextPrompt(text):
+                span.note_prompt([Turn("user", text)])
+            case _:
+                span.note_prompt([Turn("user", self._model.tokenizer.decode(tokens))])
 
     async def _tokens_of(self, prompt: Prompt, prefix: str) -> tuple[int, ...]:
         """Token ids of a prompt; text is tokenized on another thread, so that a long one holds up nobody.

@@ -64,6 +64,7 @@ def plan_to_message(plan: IterationPlan) -> pb.IterationPlan:
         sub_batches=[_sub_batch(batch) for batch in plan.sub_batches],
         cohort=_cohort(plan.cohort) if plan.cohort else None,
         trace=plan.trace,
+        traceparent=plan.traceparent,
     )
 
 

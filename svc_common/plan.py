@@ -134,6 +134,8 @@ class IterationPlan:
     sub_batches: tuple[SubBatch, ...] = ()
     cohort: CohortStep | None = None
     trace: bool = False
+    traceparent: str = ""
+    """Context of the iteration's span, W3C's; empty where it has none that is sampled."""
     predicted_s: float = 0.0
     """The estimator's word on how long it takes; stays with the planner."""
     pool_decodes: tuple[int, ...] = ()

@@ -254,6 +254,11 @@ class Scheduler:
         """Accepted and without blocks: not yet started, or preempted."""
         return len(self._queue)
 
+    @property
+    def num_preempted(self) -> int:
+        """Of those that wait, those that ran before."""
+        return self._queue.num_returned
+
     def num_waiting_of(self, class_name: str) -> int:
         """Those of one class."""
         return self._queue.num_of(class_name)

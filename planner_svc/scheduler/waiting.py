@@ -99,6 +99,11 @@ class WaitingQueue:
         """The lanes of each class that was ever here."""
         return self._classes.values()
 
+    @property
+    def num_returned(self) -> int:
+        """Those that ran before."""
+        return len(self._returned_order)
+
     def num_of(self, name: str) -> int:
         """Of a class."""
         num_new = len(self._classes[name]) if name in self._classes else 0

@@ -52,6 +52,11 @@ class Telemetry:
         """Whether there is a collector."""
         return self._exporters is not None
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether anybody is told of metrics."""
+        return self._provider is not None
+
     def start_metrics(self, listen: str | None = None, key: str = "") -> None:
         """From here on metrics go to the collector, and to whoever asks at `listen`, "host:port" of the configuration's
         `key`. Does nothing where there is neither. Raises ConfigError where the address can't be had.
