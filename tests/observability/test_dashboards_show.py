@@ -1,4 +1,4 @@
-"""Every expression of every dashboard and rule, asked of a real Prometheus that scraped the real services under load."""
+"""Every expression of every dashboard and rule, asked of a real Prometheus that scraped the real stack under load."""
 
 import asyncio
 import json
@@ -73,7 +73,7 @@ def scraped(tmp_path_factory: pytest.TempPathFactory, load_s: float) -> Iterator
 def scrape_config(directory: Path, listens: dict[str, str]) -> Path:
     """The committed files, with this stack's addresses, and scraped more often."""
     config = yaml.safe_load((FILES / "prometheus.yml").read_text())
-    config["global"] = {key: f"{SCRAPE_S}s" for key in config["global"]}
+    config["global"] = dict.fromkeys(config["global"], f"{SCRAPE_S}s")
     for job in config["scrape_configs"]:
         job["static_configs"] = [{"targets": [listens[job["job_name"]]]}] if job["job_name"] in listens else []
     shutil.copy(FILES / "rules.yml", directory)

@@ -12,7 +12,7 @@ import httpx2
 from neoflex import AsyncClient, NeoflexError
 
 _NUM_BATCH, _NUM_CHAT = 8, 3
-_WORDS = "Tell me a long story about the sea, the moon and a small boat that nobody had seen for years. ".split()
+_WORDS = ("the", "sea,", "a", "moon", "and", "boats", "that", "nobody", "had", "seen", "for", "years.", "Tell", "me")
 
 
 async def send_traffic(address: str, http_url: str, duration_s: float, seed: int = 0) -> Counter[str]:
