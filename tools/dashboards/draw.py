@@ -158,7 +158,8 @@ def _clock(at: float) -> str:
 
 
 def _unit(panel: Mapping[str, Any]) -> str:
-    unit: str = panel["fieldConfig"]["defaults"].get("unit", "none")
+    defaults = panel["options"]["yAxis"] if panel["type"] == "heatmap" else panel["fieldConfig"]["defaults"]
+    unit: str = defaults["unit"]
     return unit
 
 
