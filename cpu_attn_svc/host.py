@@ -126,7 +126,7 @@ class AttentionHost:
         segment = Segment.create(self._config.segment_dir, epoch, shape, self._config.kv_bytes, self._cpus)
         self._huge_page_bytes = huge_page_bytes(segment.path)
         try:
-            session = RegionSession(segment, self.instruction_set, self._threads, self.totals, self._layers)
+            session = RegionSession(segment, self.instruction_set, self._threads, self._layers, self.totals)
         except Exception:
             segment.close()
             raise

@@ -31,8 +31,8 @@ class RegionSession:
         segment: Segment,
         instruction_set: str,
         threads: ThreadPool,
-        totals: Totals,
         layers: "CpuLayers | None" = None,
+        totals: Totals | None = None,
     ) -> None:
         """Listens at the segment's endpoint. `layers` are those that the region's shape asks for. Raises PlaneError.
 
@@ -46,7 +46,7 @@ class RegionSession:
         """By the executor's last descriptor."""
         self.iterations: int = 0
         """Computed so far."""
-        self._totals = totals
+        self._totals = totals or Totals()
         self._layers = layers
         runner = layers.runner(segment, instruction_set, threads) if layers else None
         self._worker: _attention.Worker | None = _attention.Worker(region, instruction_set, threads, runner)

@@ -8,8 +8,9 @@ import sys
 from gateway_svc.keys import KeysError
 from gateway_svc.server import GatewayServer
 from svc_common import config as configuration
-from svc_common.config import Config, GatewayConfig
+from svc_common.config import Config, ConfigError, GatewayConfig
 from svc_common.grpc_server import ListenError, configure_logging, until_stop_signal
+from svc_common.telemetry.telemetry import Telemetry
 
 SERVICE = "gateway_svc"
 DRAIN_GRACE_S = 35.0
@@ -18,10 +19,10 @@ DRAIN_GRACE_S = 35.0
 logger = logging.getLogger(SERVICE)
 
 
-async def serve(config: Config) -> None:
+async def serve(config: Config, telemetry: Telemetry) -> None:
     """Until SIGTERM or SIGINT, and then until the answers in hand have ended."""
     gateway = config.gateway or GatewayConfig()
-    server = GatewayServer(gateway, config.planner.listen, DRAIN_GRACE_S)
+    server = GatewayServer(gateway, config.planner.listen, DRAIN_GRACE_S, telemetry)
     await server.start()
     logger.info("listening on %s, planner at %s", server.address, config.planner.listen)
     if gateway.api_keys_file is None and not _is_local(server.address):
@@ -47,11 +48,15 @@ def main() -> None:
     config = configuration.load_from_argv(SERVICE)
     configure_logging(SERVICE)
     try:
-        asyncio.run(serve(config))
+        telemetry = Telemetry(SERVICE, config.telemetry)
+        try:
+            asyncio.run(serve(config, telemetry))
+        finally:
+            telemetry.close()
     except ListenError as error:
         print(f"{SERVICE}: gateway.listen: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    except KeysError as error:
+    except (ConfigError, KeysError) as error:
         print(f"{SERVICE}: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 

@@ -13,7 +13,7 @@ from gateway_svc import sse
 from gateway_svc.body import GenerationBody
 from gateway_svc.errors import planner_errors, translated
 from gateway_svc.logprobs import Positions, Tokens, token_ids_of
-from gateway_svc.metrics import Metrics, Outcome
+from gateway_svc.metrics import Outcome
 from gateway_svc.planner import Metadata, Model, Planner
 from gateway_svc.streams import Event, MergedStreams, whole_answers
 from neoflex.errors import NeoflexError
@@ -76,16 +76,15 @@ class Asked:
 class Answering:
     """Answers requests through one planner."""
 
-    def __init__(self, planner: Planner, metrics: Metrics) -> None:
+    def __init__(self, planner: Planner) -> None:
         self._planner = planner
-        self._metrics = metrics
 
     async def respond(self, asked: Asked, request: Request, outcome: Outcome) -> ASGIApp:
         """Raises ApiError as long as nothing was sent, and ClientGoneError."""
         if asked.body.stream:
             return await self._stream(asked, request, outcome)
         with planner_errors(asked.names):
-            body = await sse.unless_gone(request.receive, self._whole(asked, outcome))
+            body = await sse.unless_gone(request.receive, self._whole(asked))
         return Response(sse.to_json(body), media_type="application/json", headers=asked.headers)
 
     async def _stream(self, asked: Asked, request: Request, outcome: Outcome) -> sse.EventStream:
@@ -99,7 +98,7 @@ class Answering:
         events = _Events(self, asked, streams, prompt_tokens, outcome).events()
         return sse.EventStream(events, asked.headers, outcome.client_gone, streams.close)
 
-    async def _whole(self, asked: Asked, outcome: Outcome) -> dict[str, Any]:
+    async def _whole(self, asked: Asked) -> dict[str, Any]:
         responses = await whole_answers(self._planner, asked.requests, asked.metadata)
         tally = Tally(asked, [response.usage.prompt_tokens for response in responses])
         choices = []
@@ -108,19 +107,13 @@ class Answering:
             tokens = await self.tokens_of(piece)
             entries = [*choice.begin(), *choice.push(piece, tokens), *choice.end(response.finish)]
             choices.append(choice.fold(entries))
-            self.note_end(asked, tally, index, response.finish, response.usage, outcome)
+            tally.end(index, response.usage)
         return {**_head(asked, asked.object_name), "choices": choices, "usage": tally.usage()}
 
     async def tokens_of(self, piece: Piece) -> Tokens:
         if not (piece.positions or piece.prompt_positions):
             return {}
         return await self._planner.tokens(token_ids_of([*piece.prompt_positions, *piece.positions]))
-
-    def note_end(
-        self, asked: Asked, tally: "Tally", index: int, finish: pb.Finish, usage: pb.Usage, outcome: Outcome
-    ) -> None:
-        tally.end(index, usage)
-        self._metrics.answered(outcome, usage, FINISH_REASONS[finish.reason])
 
 
 class Tally:
@@ -189,7 +182,7 @@ class _Events:
     async def _written(self, event: Event) -> bytes:
         choice, what = self._asked.choices[event.index], event.what
         if isinstance(what, pb.GenerationFinished):
-            self._answering.note_end(self._asked, self._tally, event.index, what.finish, what.usage, self._outcome)
+            self._tally.end(event.index, what.usage)
             entries = choice.end(what.finish)
         else:
             self._tally.push(event.index, len(what.token_ids))

@@ -16,15 +16,15 @@ from gateway_svc.planner import Planner
 from gateway_svc.routes import Routes
 from gateway_svc.sse import ClientGoneError
 from svc_common.config import GatewayConfig
+from svc_common.telemetry.telemetry import Telemetry
 
 _SHOWN_HEADERS = ("x-request-id", "x-warning", "retry-after")
 
 
-def make_app(config: GatewayConfig, planner: Planner) -> ASGIApp:
+def make_app(config: GatewayConfig, planner: Planner, telemetry: Telemetry) -> ASGIApp:
     """Raises KeysError."""
     keys = ApiKeys(config.api_keys_file) if config.api_keys_file else None
-    metrics = Metrics()
-    table = Routes(planner, metrics, config.max_body_bytes).table
+    table = Routes(planner, telemetry.registry, config.max_body_bytes).table
     open_table: list[Route] = []
     if config.console:
         console = Console(planner)
@@ -39,7 +39,8 @@ def make_app(config: GatewayConfig, planner: Planner) -> ASGIApp:
             Exception: door.on_bug,
         },
     )
-    app = Door(app, metrics, keys, {route.path for route in table}, {route.path for route in open_table})
+    paths, open_paths = {route.path for route in table}, {route.path for route in open_table}
+    app = Door(app, Metrics(telemetry.meters), keys, paths, open_paths, telemetry.tracer)
     if config.cors_origins:
         app = CORSMiddleware(
             app,

@@ -10,8 +10,6 @@ from gateway_svc.errors import invalid
 from gateway_svc.planner import Metadata
 from neoflex.v1 import inference_pb2 as pb
 
-_TRACE_PARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
-_PRINTABLE = re.compile(r"[\x20-\x7e]{1,512}")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _MAX_TARGET_MS = 86_400_000
 
@@ -31,17 +29,11 @@ def request_id(headers: Headers) -> str | None:
     return given if _REQUEST_ID.fullmatch(given) else None
 
 
-def read_headers(headers: Headers, own_id: str) -> RequestContext:
-    """`own_id`: how this request is known in logs. Raises ApiError."""
-    metadata = [("x-request-id", own_id)]
-    trace_parent, trace_state = headers.get("traceparent", ""), headers.get("tracestate", "")
-    if _TRACE_PARENT.fullmatch(trace_parent):
-        metadata.append(("traceparent", trace_parent))
-        if _PRINTABLE.fullmatch(trace_state):
-            metadata.append(("tracestate", trace_state))
+def read_headers(headers: Headers, own_id: str, trace: Metadata) -> RequestContext:
+    """`own_id`: how this request is known in logs. `trace`: its context, for the planner. Raises ApiError."""
     targets = pb.Targets(ttft=_target(headers, "ttft"), tpot=_target(headers, "tpot"))
     return RequestContext(
-        metadata=tuple(metadata),
+        metadata=(("x-request-id", own_id), *trace),
         targets=targets if targets.ByteSize() else None,
         service_class=headers.get("x-service-class", ""),
     )

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Collection
 
+from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Status, StatusCode, Tracer, use_span
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -15,7 +16,9 @@ from gateway_svc.context import request_id
 from gateway_svc.errors import ApiError
 from gateway_svc.keys import ApiKeys
 from gateway_svc.metrics import Metrics, Outcome
+from svc_common.telemetry.propagation import headers_of, parent_of
 
+_TRACED_PATHS = ("/v1/chat/completions", "/v1/completions")
 _OPEN_PATHS = ("/health", "/health/ready", "/health/live")
 
 
@@ -28,9 +31,11 @@ class Door:
         metrics: Metrics,
         keys: ApiKeys | None,
         paths: Collection[str],
-        open_paths: Collection[str] = (),
+        open_paths: Collection[str],
+        tracer: Tracer,
     ) -> None:
         """`paths`: those that there are; all others are counted as one. `open_paths`, and health, need no key."""
+        self._tracer = tracer
         self._app = app
         self._metrics = metrics
         self._keys = keys
@@ -44,7 +49,8 @@ class Door:
         headers, path = Headers(scope=scope), scope["path"]
         outcome = Outcome()
         own_id = request_id(headers) or to_proto.new_id("req")
-        scope.setdefault("state", {}).update(outcome=outcome, request_id=own_id)
+        span = self._start_span(headers, scope, own_id)
+        scope.setdefault("state", {}).update(outcome=outcome, request_id=own_id, trace=headers_of(span))
 
         async def send_noted(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -53,28 +59,50 @@ class Door:
             await send(message)
 
         started_s = time.perf_counter()
-        self._metrics.in_flight.inc()
+        self._metrics.num_active += 1
         try:
-            if self._refuses(headers, scope):
-                await failure(_no_key())(scope, receive, send_noted)
-            else:
-                await self._app(scope, receive, send_noted)
+            # What this task logs meanwhile belongs to the span.
+            with use_span(span, record_exception=False, set_status_on_exception=False):
+                if self._refuses(headers, scope):
+                    await failure(_no_key())(scope, receive, send_noted)
+                else:
+                    await self._app(scope, receive, send_noted)
         except ClientDisconnect:  # Within the body.
             outcome.client_gone()
         except asyncio.CancelledError:  # The server's grace is over; the task ends here, and uvicorn hangs up.
             outcome.error = "shutdown"
         finally:
-            self._metrics.in_flight.dec()
+            self._metrics.num_active -= 1
             route = path if path in self._paths else "other"
             # Whoever is cut off before there was a status was cut off by the server's end.
             outcome.status = outcome.status or 503
             self._metrics.ended(route, scope["method"], outcome, time.perf_counter() - started_s)
+            _end_span(span, outcome)
+
+    def _start_span(self, headers: Headers, scope: Scope, own_id: str) -> Span:
+        """Of what generates; of the rest there are only the metrics."""
+        method, path = scope["method"], scope["path"]
+        if path not in _TRACED_PATHS:
+            return INVALID_SPAN
+        attributes = {"http.request.method": method, "http.route": path, "url.path": path, "url.scheme": "http"}
+        attributes["neoflex.request_id"] = own_id
+        return self._tracer.start_span(f"{method} {path}", parent_of(headers.items()), SpanKind.SERVER, attributes)
 
     def _refuses(self, headers: Headers, scope: Scope) -> bool:
         # A browser asks with OPTIONS, and without a key, whether it may bring one.
         if self._keys is None or scope["path"] in self._open_paths or scope["method"] == "OPTIONS":
             return False
         return not self._keys.allows(headers.get("authorization", ""))
+
+
+def _end_span(span: Span, outcome: Outcome) -> None:
+    if span.is_recording():
+        span.set_attribute("http.response.status_code", outcome.status)
+        if outcome.error:
+            span.set_attribute("error.type", outcome.error)
+        if outcome.status >= 500:
+            span.set_status(Status(StatusCode.ERROR, outcome.error))
+        span.end()
 
 
 def _no_key() -> ApiError:

@@ -1,8 +1,10 @@
 """What each path answers."""
 
+import asyncio
 import time
 from typing import TypeVar
 
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, generate_latest
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -13,25 +15,23 @@ from gateway_svc.answers import Answering
 from gateway_svc.body import Strict, read_body
 from gateway_svc.chat_body import ChatBody
 from gateway_svc.completion_body import CompletionBody
-from gateway_svc.context import read_headers
+from gateway_svc.context import RequestContext, read_headers
 from gateway_svc.errors import ApiError, planner_errors
-from gateway_svc.metrics import Metrics, Outcome
 from gateway_svc.planner import Model, Planner
 from gateway_svc.small_bodies import DetokenizeBody, TokenizeBody
-from neoflex.errors import NeoflexError
 from neoflex.v1 import inference_pb2 as pb
 
-_PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 _Body = TypeVar("_Body", bound=Strict)
 
 
 class Routes:
-    """The handlers. `request.state` has `outcome` and `request_id`, by the Door."""
+    """The handlers. `request.state` has `outcome`, `request_id` and `trace`, by the Door."""
 
-    def __init__(self, planner: Planner, metrics: Metrics, max_body_bytes: int) -> None:
+    def __init__(self, planner: Planner, registry: CollectorRegistry, max_body_bytes: int) -> None:
+        """`registry` is asked for the metrics."""
         self._planner = planner
-        self._metrics = metrics
-        self._answering = Answering(planner, metrics)
+        self._registry = registry
+        self._answering = Answering(planner)
         self._max_body_bytes = max_body_bytes
         self._started_s = int(time.time())
 
@@ -52,18 +52,13 @@ class Routes:
 
     async def chat_completions(self, request: Request) -> ASGIApp:
         body, model = await self._read(request, ChatBody)
-        outcome: Outcome = request.state.outcome
-        asked = chat.asked(body, model, read_headers(request.headers, request.state.request_id))
-        outcome.operation, outcome.model = "chat", model.name
-        return await self._answering.respond(asked, request, outcome)
+        asked = chat.asked(body, model, _context(request))
+        return await self._answering.respond(asked, request, request.state.outcome)
 
     async def completions(self, request: Request) -> ASGIApp:
         body, model = await self._read(request, CompletionBody)
-        outcome: Outcome = request.state.outcome
-        context = read_headers(request.headers, request.state.request_id)
-        asked = await completions.asked(body, model, context, self._planner)
-        outcome.operation, outcome.model = "text_completion", model.name
-        return await self._answering.respond(asked, request, outcome)
+        asked = await completions.asked(body, model, _context(request), self._planner)
+        return await self._answering.respond(asked, request, request.state.outcome)
 
     async def models(self, request: Request) -> Response:
         with planner_errors({}):
@@ -104,11 +99,9 @@ class Routes:
         )
 
     async def metrics(self, request: Request) -> Response:
-        try:
-            server = await self._planner.server_info(), await self._planner.load()
-        except NeoflexError:
-            return Response(self._metrics.exposition(None), media_type=_PROMETHEUS)
-        return Response(self._metrics.exposition(server), media_type=_PROMETHEUS)
+        """This process's own; the other services have theirs."""
+        text = await asyncio.to_thread(generate_latest, self._registry)
+        return Response(text, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     async def _read(self, request: Request, kind: type[_Body]) -> tuple[_Body, Model]:
         """The body, for the model that is served. Raises ApiError."""
@@ -140,6 +133,11 @@ class Routes:
             "owned_by": "neoflex",
             "max_model_len": model.context_tokens,
         }
+
+
+def _context(request: Request) -> RequestContext:
+    """Raises ApiError."""
+    return read_headers(request.headers, request.state.request_id, request.state.trace)
 
 
 def _check_name(name: str, model: Model) -> None:

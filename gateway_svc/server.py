@@ -12,6 +12,7 @@ from gateway_svc.app import make_app
 from gateway_svc.planner import Planner
 from svc_common.config import GatewayConfig
 from svc_common.grpc_server import ListenError
+from svc_common.telemetry.telemetry import Telemetry
 
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 75
@@ -36,13 +37,16 @@ class _Uvicorn(uvicorn.Server):
 class GatewayServer:
     """Started once, stopped once."""
 
-    def __init__(self, config: GatewayConfig, planner_address: str, grace_s: float) -> None:
+    def __init__(
+        self, config: GatewayConfig, planner_address: str, grace_s: float, telemetry: Telemetry | None = None
+    ) -> None:
         """Running answers may go on for `grace_s` after `stop`. Raises KeysError."""
         self._planner = Planner(planner_address)
+        self._telemetry = telemetry or Telemetry("gateway_svc")
         self._listen = config.listen
         self.address = config.listen
         settings = uvicorn.Config(
-            make_app(config, self._planner),
+            make_app(config, self._planner, self._telemetry),
             lifespan="off",
             log_config=None,
             log_level="warning",
@@ -59,6 +63,7 @@ class GatewayServer:
     async def start(self) -> None:
         """Accepts connections once it returns. Raises ListenError."""
         listener = listening_socket(self._listen)
+        self._telemetry.start_metrics()
         if listener.family != socket.AF_UNIX:
             self.address = f"{self._listen.rpartition(':')[0]}:{listener.getsockname()[1]}"
         self._serving = asyncio.create_task(self._server.serve([listener]))

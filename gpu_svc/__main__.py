@@ -57,19 +57,19 @@ def main() -> None:
     torch.set_num_threads(_num_threads(config))
     try:
         telemetry = Telemetry("gpu_svc", config.telemetry)
-        executor = make_executor(config)
-        observe_executor(telemetry.meters, executor)
-    except _CANNOT_START as error:
+    except ConfigError as error:
         logger.error("%s", error)
         sys.exit(1)
     try:
+        executor = make_executor(config)
+        observe_executor(telemetry.meters, executor)
         telemetry.start_metrics(config.gpu.metrics_listen, "gpu.metrics_listen")
         asyncio.run(_serve(config, executor, telemetry.tracer))
+    except _CANNOT_START as error:
+        logger.error("%s", error)
+        sys.exit(1)
     except ListenError as error:
         logger.error("gpu.listen: %s", error)
-        sys.exit(1)
-    except ConfigError as error:
-        logger.error("%s", error)
         sys.exit(1)
     finally:
         telemetry.close()

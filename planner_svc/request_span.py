@@ -139,7 +139,11 @@ class RequestSpan:
 
     def _end(self, finish_reason: str, marks: "Marks | None", now_ns: int) -> None:
         if marks is not None:
-            message = {"role": "assistant", "parts": _parts(marks.text), "finish_reason": finish_reason}
+            message: dict[str, object] = {
+                "role": "assistant",
+                "parts": _parts(marks.text),
+                "finish_reason": finish_reason,
+            }
             self._note("gen_ai.output.messages", [message])
             self._span.set_attribute("gen_ai.usage.output_tokens", marks.num_tokens)
             self._end_phases(marks, now_ns)

@@ -57,15 +57,14 @@ class Exporters:
         self.tracer: Tracer = self._tracers.get_tracer(SCOPE)
         self.logger: Logger = self._loggers.get_logger(SCOPE)
 
-    def close(self, limit_s: float, more: Callable[[], None]) -> None:
-        """Sends what waits, and what `more` sends; what has not gone within `limit_s` is lost."""
-        ends = [
-            threading.Thread(target=end, daemon=True) for end in (self._tracers.shutdown, self._loggers.shutdown, more)
-        ]
-        for thread in ends:
+    def close(self, limit_s: float, *more: Callable[[], None]) -> None:
+        """Sends what waits, beside whatever else is to end; what has not gone within `limit_s` is lost."""
+        ends = (*more, self._tracers.shutdown, self._loggers.shutdown)
+        threads = [threading.Thread(target=end, daemon=True) for end in ends]
+        for thread in threads:
             thread.start()
         deadline_s = time.monotonic() + limit_s
-        for thread in ends:
+        for thread in threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
         for exporter in self._exporters:
             if not exporter._shutdown:  # Still sending, or trying to: the channel's end ends that.

@@ -8,6 +8,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING
 
 from opentelemetry.trace import NoOpTracer, Tracer
+from opentelemetry.util.types import AnyValue
 
 from svc_common.config import ConfigError, TelemetryConfig
 from svc_common.telemetry.meters import Meters
@@ -61,6 +62,14 @@ class Telemetry:
         """From here on metrics go to the collector, and to whoever asks at `listen`, "host:port" of the configuration's
         `key`. Does nothing where there is neither. Raises ConfigError where the address can't be had.
         """
+        registry = self._registry if listen is None else self.registry
+        if self._exporters is None and registry is None:
+            return
+        from svc_common.telemetry.metrics import make_meter_provider
+
+        exporter = self._exporters.metrics if self._exporters else None
+        interval_s = self.config.export_interval_s
+        self._provider = make_meter_provider(self.meters, self._resource, exporter, interval_s, registry)
         if listen is not None:
             from svc_common.telemetry.endpoint import MetricsEndpoint
 
@@ -69,13 +78,6 @@ class Telemetry:
             except OSError as error:
                 raise ConfigError(f"{key}: cannot listen on {listen}: {error.strerror or error}") from error
             logger.info("metrics at %s", self._endpoint.url)
-        if self._exporters is None and self._registry is None:
-            return
-        from svc_common.telemetry.metrics import make_meter_provider
-
-        exporter = self._exporters.metrics if self._exporters else None
-        resource, interval_s = _resource(self.meters.service), self.config.export_interval_s
-        self._provider = make_meter_provider(self.meters, resource, exporter, interval_s, self._registry)
 
     @property
     def registry(self) -> "CollectorRegistry":
@@ -88,44 +90,43 @@ class Telemetry:
 
     def close(self) -> None:
         """Sends what waits to be sent, if that takes no longer than a second."""
-        if self._endpoint:
-            self._endpoint.close()
         if self._handler:
             logging.getLogger().removeHandler(self._handler)
-        end_metrics = self._provider.shutdown if self._provider else _nothing
+        ends: list[Callable[[], None]] = []
+        if self._endpoint:
+            ends.append(self._endpoint.close)
+        if self._provider:
+            ends.append(self._provider.shutdown)
         if self._exporters:
-            self._exporters.close(_CLOSE_S, end_metrics)
+            self._exporters.close(_CLOSE_S, *ends)
         else:
-            end_metrics()
+            for end in ends:
+                end()
+
+    @cached_property
+    def _resource(self) -> "Resource":
+        """Who sends. What OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME say goes before it."""
+        from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+
+        own: dict[str, AnyValue] = {
+            "service.name": self.meters.service,
+            "service.namespace": "neoflex",
+            "service.version": _version(),
+            "service.instance.id": uuid.uuid4().hex,
+            "host.name": socket.gethostname(),
+            "process.pid": os.getpid(),
+        }
+        return Resource.create(own).merge(OTELResourceDetector().detect())
 
     def _export(self) -> None:
         from svc_common.telemetry.exporters import Exporters
         from svc_common.telemetry.log_records import OtlpHandler
 
-        self._exporters = Exporters(self.config, _resource(self.meters.service))
+        self._exporters = Exporters(self.config, self._resource)
         self.tracer = self._exporters.tracer
         self._handler = OtlpHandler(self._exporters.logger)
         logging.getLogger().addHandler(self._handler)
         logger.info("traces, metrics and logs go to %s", self.config.otlp_endpoint or "the collector")
-
-
-def _nothing() -> None:
-    """Ends the metrics of a service that has none."""
-
-
-def _resource(service: str) -> "Resource":
-    """Who sends. What OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME say goes before it."""
-    from opentelemetry.sdk.resources import OTELResourceDetector, Resource
-
-    own = {
-        "service.name": service,
-        "service.namespace": "neoflex",
-        "service.version": _version(),
-        "service.instance.id": uuid.uuid4().hex,
-        "host.name": socket.gethostname(),
-        "process.pid": os.getpid(),
-    }
-    return Resource.create(own).merge(OTELResourceDetector().detect())
 
 
 def _version() -> str:

@@ -39,4 +39,4 @@ class LinkedSampler(Sampler):
         return sampler.should_sample(parent_context, trace_id, name, kind, attributes, links, trace_state)
 
     def get_description(self) -> str:
-        return f"linked, or {self._by_parent.get_description()}"
+        return "linked, or as the parent, or a share"
