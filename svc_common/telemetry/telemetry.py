@@ -4,6 +4,8 @@ import logging
 import os
 import socket
 import uuid
+from collections.abc import Callable
+from functools import cached_property
 from importlib import metadata
 from typing import TYPE_CHECKING
 

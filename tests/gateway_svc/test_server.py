@@ -38,8 +38,9 @@ async def test_hanging_up_ends_a_stream(n: int, http: httpx2.AsyncClient, fake: 
         await anext(response.aiter_bytes())
     await cancelled(fake, n)
     assert fake.running == 0
+    labels = 'error_type="client_disconnected",http_request_method="POST",http_response_status_code="499"'
     text = (await http.get("/metrics")).text
-    assert f'neoflex_http_requests_total{{method="POST",route="{CHAT}",status="499"}} 1.0' in text
+    assert f'http_server_request_duration_seconds_count{{{labels},http_route="{CHAT}"}} 1.0' in text
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -75,7 +76,7 @@ async def test_half_of_many_callers_hang_up(start_gateway: Any, fake: FakePlanne
         for text in texts[2::4]:
             assert json.loads(text)["choices"][0]["message"]["content"] == "x" * 30
         await fake.until_running(0)
-        assert "neoflex_http_requests_in_flight 1.0" in (await client.get("/metrics")).text
+        assert "http_server_active_requests 1.0" in (await client.get("/metrics")).text
 
 
 async def test_a_quiet_stream_is_kept_alive(

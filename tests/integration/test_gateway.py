@@ -287,17 +287,13 @@ def test_the_planners_refusals(client: OpenAI) -> None:
         assert caught.value.param == param
 
 
-def test_models_tokens_and_metrics(client: OpenAI, stack: LocalStack, tokenizer: Tokenizer) -> None:
+def test_models_and_tokens(client: OpenAI, stack: LocalStack, tokenizer: Tokenizer) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
     with httpx2.Client(base_url=stack.http_url or "") as http:
         tokens = http.post("/tokenize", json={"prompt": "naïve café 🎉"}).json()["tokens"]
         assert tokens == tokenizer.encode("naïve café 🎉")
         assert http.post("/detokenize", json={"tokens": tokens}).json()["prompt"] == "naïve café 🎉"
         assert http.get("/health").status_code == 200
-        metrics = http.get("/metrics").text
-    generated = next(line for line in metrics.splitlines() if line.startswith("neoflex_generation_tokens_total"))
-    with Client(stack.address) as own:
-        assert float(generated.split()[1]) == own.server_info().counters.generated_tokens
 
 
 def test_half_of_200_clients_hang_up_and_no_block_stays(stack: LocalStack) -> None:

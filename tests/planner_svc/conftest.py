@@ -10,11 +10,12 @@ from support.planner_rig import MODEL, Rig, StartRig
 from planner_svc.server import PlannerServer
 from planner_svc.servicer import ServedModel
 from svc_common.config import parse
+from svc_common.telemetry.telemetry import Telemetry
 
 
 @pytest.fixture
 async def start_rig() -> AsyncIterator[StartRig]:
-    """Called with an executor, a host or None, a model, and values for the host's and the planner's section."""
+    """Called with an executor, a host or None, a model, telemetry, and values for the host's and planner's sections."""
     rigs: list[Rig] = []
 
     async def start(
@@ -23,6 +24,7 @@ async def start_rig() -> AsyncIterator[StartRig]:
         ready: bool = True,
         model: ServedModel = MODEL,
         cpu_attn: dict[str, object] | None = None,
+        telemetry: Telemetry | None = None,
         **planner: object,
     ) -> Rig:
         executor = executor or FakeExecutor()
@@ -36,7 +38,7 @@ async def start_rig() -> AsyncIterator[StartRig]:
             },
             "test",
         )
-        server = PlannerServer(config, model)
+        server = PlannerServer(config, model, telemetry)
         await server.start()
         rig = Rig(server, executor, hosts, grpc.aio.insecure_channel(server.address))
         rigs.append(rig)

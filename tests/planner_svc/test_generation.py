@@ -53,7 +53,8 @@ async def test_what_a_slow_reader_missed_comes_in_one_delta() -> None:
         duration_ns=500,
         recomputations=2,
         cached_tokens=2,
-        targets_met=None,
+        ttft_met=None,
+        tpot_met=None,
     )
 
 

@@ -1,0 +1,245 @@
+"""Meters, their export to Prometheus and over OTLP, and collectors that are away, silent or guarded."""
+
+import logging
+import socket
+import subprocess
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from opentelemetry.context import Context
+from opentelemetry.sdk.trace.sampling import Decision
+from opentelemetry.trace import Link, SpanContext, TraceFlags
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+from support.metrics_page import PAGE, metrics_table, replaced
+from support.otlp import OtlpReceiver, otlp_receiver
+
+from svc_common.config import ConfigError, TelemetryConfig, parse
+from svc_common.telemetry import exporters, instruments
+from svc_common.telemetry.meters import Distribution, Meters, Sample, value
+from svc_common.telemetry.propagation import headers_of, parent_of, traceparent_of
+from svc_common.telemetry.telemetry import Telemetry
+from svc_common.telemetry.tracing import LinkedSampler
+
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+EXPORTER = "opentelemetry.exporter.otlp.proto.grpc.exporter"
+
+
+def config(endpoint: str, **more: Any) -> TelemetryConfig:
+    return TelemetryConfig(otlp_endpoint=endpoint, **{"export_interval_s": 0.1, **more})
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_RESOURCE_ATTRIBUTES", "OTEL_SERVICE_NAME"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("values", "complaint"),
+    [
+        ({"otlp_endpoint": "collector:4317"}, 'telemetry.otlp_endpoint: must be "http://host:port"'),
+        ({"otlp_endpoint": "http://collector:70000"}, "telemetry.otlp_endpoint: must be"),
+        ({"headers": {"X-Key": "k"}}, "telemetry.headers: a header's name"),
+        ({"client_key": "key.pem"}, "telemetry: client_certificate and client_key must both be set"),
+        ({"otlp_endpoint": "http://c:4317", "certificate": "ca.pem"}, "certificates are for an https:// endpoint"),
+        ({"traces_sample_ratio": 1.5}, "telemetry.traces_sample_ratio: must be less than or equal to 1"),
+        ({"export_interval_s": 0}, "telemetry.export_interval_s: must be greater than or equal to 0.1"),
+        ({"traces": True}, "telemetry.traces: unknown key"),
+    ],
+)
+def test_what_configuration_refuses(values: dict[str, object], complaint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse({"telemetry": values}, "test")
+    assert complaint in str(caught.value)
+
+
+def test_metrics_addresses_are_host_and_port() -> None:
+    with pytest.raises(ConfigError, match=r'gpu.metrics_listen: must be "host:port", is "?\'unix:/x'):
+        parse({"gpu": {"metrics_listen": "unix:/x"}}, "test")
+
+
+def test_buckets_include_their_bound() -> None:
+    series = Distribution((0.1, 1, 10))
+    for number in (0, 0.1, 0.2, 1, 1.5, 10, 10.5):
+        series.observe(number)
+    series.observe(5, num=3)
+    assert series.counts == [2, 2, 5, 1]
+    assert series.total == pytest.approx(0.1 + 0.2 + 1 + 1.5 + 10 + 10.5 + 15)
+
+
+def test_an_instrument_belongs_to_its_services_and_is_there_once() -> None:
+    meters = Meters("gpu_svc")
+    with pytest.raises(AssertionError, match="is not gpu_svc's"):
+        meters.histogram(instruments.TTFT)
+    meters.observe(instruments.GPU_MEMORY, value(lambda: 1))
+    with pytest.raises(AssertionError, match="is there twice"):
+        meters.observe(instruments.GPU_MEMORY, value(lambda: 2))
+
+
+def test_every_name_is_there_once() -> None:
+    for names in (
+        [instrument.name for instrument in instruments.INSTRUMENTS],
+        [instrument.prometheus_name for instrument in instruments.INSTRUMENTS],
+    ):
+        assert len(set(names)) == len(names)
+    for instrument in instruments.INSTRUMENTS:
+        assert list(instrument.bounds) == sorted(set(instrument.bounds))
+
+
+def test_prometheus_reads_it() -> None:
+    telemetry = Telemetry("planner_svc")
+    ttft = telemetry.meters.histogram(instruments.TTFT)
+    refused = telemetry.meters.counter(instruments.REFUSED, ("QUEUE_FULL",))
+    telemetry.meters.observe(instruments.KV_BLOCKS, lambda: [Sample(7, ("gpu", "")), Sample(9, ("host", "0"))])
+    telemetry.start_metrics("127.0.0.1:0", "planner.metrics_listen")
+    ttft.of("chat").observe(0.25)
+    refused.add(2, "DRAINING")
+    assert telemetry._endpoint is not None
+    asked = urllib.request.Request(telemetry._endpoint.url, headers={"accept": "application/openmetrics-text"})
+    with urllib.request.urlopen(asked) as response:
+        families = list(text_string_to_metric_families(response.read().decode()))
+    samples = {(item.name, *item.labels.values()): item.value for family in families for item in family.samples}
+    assert samples["neoflex_refused_requests_total", "DRAINING"] == 2
+    assert samples["neoflex_refused_requests_total", "QUEUE_FULL"] == 0
+    assert samples["neoflex_time_to_first_token_seconds_bucket", "0.25", "chat"] == 1
+    assert samples["neoflex_time_to_first_token_seconds_bucket", "0.1", "chat"] == 0
+    assert samples["neoflex_time_to_first_token_seconds_sum", "chat"] == 0.25
+    assert samples["neoflex_kv_blocks", "", "gpu"] == 7
+    assert samples["neoflex_kv_blocks", "0", "host"] == 9
+    telemetry.close()
+
+
+def test_an_address_that_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(
+            ConfigError, match=rf"gpu.metrics_listen: cannot listen on {listen}: Address already in use"
+        ):
+            Telemetry("gpu_svc").start_metrics(listen, "gpu.metrics_listen")
+
+
+def test_the_environment_says_where_and_who(monkeypatch: pytest.MonkeyPatch) -> None:
+    with otlp_receiver() as receiver:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
+        monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=test,host.name=other")
+        telemetry = Telemetry("gpu_svc", TelemetryConfig(export_interval_s=0.1))
+        telemetry.start_metrics()
+        receiver.until(lambda: receiver.metrics.get("gpu_svc"))
+        telemetry.close()
+        resource = receiver.resources["gpu_svc"]
+    assert (resource["deployment.environment.name"], resource["host.name"]) == ("test", "other")
+
+
+def test_log_records_bring_their_trace(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    log = logging.getLogger("tests.telemetry")
+    with otlp_receiver() as receiver:
+        telemetry = Telemetry("gpu_svc", config(receiver.endpoint))
+        with telemetry.tracer.start_as_current_span("span") as span:
+            log.warning("within %d", 1, extra={"request_id": "r-1"})
+        try:
+            raise ValueError("wrong")
+        except ValueError:
+            log.exception("outside")
+        logging.getLogger("opentelemetry.sdk").warning("their own")
+        log.debug("too fine")
+        telemetry.close()
+        log.info("too late")
+    found = {record.text: record for record in receiver.records}
+    inside, outside = found["within 1"], found["outside"]
+    assert inside.trace_id == f"{span.get_span_context().trace_id:032x}"
+    assert inside.span_id == f"{span.get_span_context().span_id:016x}"
+    assert (inside.severity, inside.attributes["request_id"]) == ("WARNING", "r-1")
+    assert inside.attributes["logger.name"] == "tests.telemetry"
+    assert (outside.trace_id, outside.severity, outside.attributes["exception.type"]) == ("", "ERROR", "ValueError")
+    assert not found.keys() & {"their own", "too fine", "too late"}
+
+
+def test_what_is_sampled() -> None:
+    def decided(ratio: float, parent: str = "", linked: bool | None = None) -> bool:
+        links = [Link(SpanContext(1, 2, False, TraceFlags(linked)))] if linked is not None else []
+        context = parent_of([("traceparent", parent)]) if parent else Context()
+        result = LinkedSampler(ratio).should_sample(context, 2**127 + 2**62, "x", links=links)
+        return result.decision is Decision.RECORD_AND_SAMPLE
+
+    assert decided(1)
+    assert not decided(0)
+    assert decided(0, PARENT)
+    assert not decided(1, PARENT[:-1] + "0")
+    assert decided(0, linked=True)
+    assert not decided(0, linked=False)
+
+
+def test_trace_context_goes_through_where_nothing_is_traced() -> None:
+    tracer = Telemetry("gateway_svc").tracer
+    span = tracer.start_span("x", parent_of([("traceparent", PARENT), ("tracestate", "a=b"), ("other", "1")]))
+    assert headers_of(span) == (("traceparent", PARENT), ("tracestate", "a=b"))
+    assert traceparent_of(span) == PARENT
+    for nothing in ("", "00-1", PARENT.replace("0af7651916cd43dd8448eb211c80319c", "0" * 32)):
+        assert headers_of(tracer.start_span("x", parent_of([("traceparent", nothing)]))) == ()
+
+
+def test_a_collector_that_is_away_costs_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    telemetry = Telemetry("gpu_svc", config(f"http://127.0.0.1:{port}"))
+    for item in logging.getLogger(EXPORTER).filters:  # Other tests may have used it up.
+        vars(item).update(_next_s=0.0)
+    telemetry.start_metrics()
+    for number in range(3):
+        telemetry.tracer.start_span(f"span {number}").end()
+        logging.getLogger("tests").warning("record %d", number)
+    OtlpReceiver.until(lambda: [item for item in caplog.records if item.name == EXPORTER] or None)
+    telemetry.close()
+    records = [item for item in caplog.records if item.name.startswith("opentelemetry")]
+    assert [record.levelname for record in records] == ["WARNING"]
+    assert "UNAVAILABLE" in records[0].getMessage()
+
+
+def test_a_collector_that_never_answers_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a limit on the end it would last as long as an export may: here an hour."""
+    monkeypatch.setattr(exporters, "_TIMEOUT_S", 3600)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        telemetry = Telemetry("gpu_svc", config(f"http://127.0.0.1:{silent.getsockname()[1]}"))
+        telemetry.start_metrics()
+        telemetry.tracer.start_span("span").end()
+        telemetry.close()
+
+
+def test_a_collector_behind_mutual_tls(tmp_path: Path) -> None:
+    for name in ("server", "client"):
+        command = (
+            "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost "
+        )
+        command += f"-addext subjectAltName=DNS:localhost -keyout {tmp_path}/{name}.key -out {tmp_path}/{name}.pem"
+        subprocess.run(command.split(), check=True, capture_output=True)
+    pem = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    guarded = grpc.ssl_server_credentials(
+        [(pem["server.key"], pem["server.pem"])], pem["client.pem"], require_client_auth=True
+    )
+    with otlp_receiver(guarded) as receiver:
+        options = {
+            "certificate": tmp_path / "server.pem",
+            "client_certificate": tmp_path / "client.pem",
+            "client_key": tmp_path / "client.key",
+            "headers": {"x-key": "secret"},
+        }
+        telemetry = Telemetry("gpu_svc", config(receiver.endpoint, **options))
+        telemetry.tracer.start_span("guarded").end()
+        receiver.until(lambda: receiver.named("gpu_svc", "guarded"))
+        telemetry.close()
+        assert receiver.headers[0]["x-key"] == "secret"
+
+
+def test_a_certificate_that_is_not_there() -> None:
+    with pytest.raises(ConfigError, match=r"telemetry.certificate: /nowhere: No such file"):
+        Telemetry("gpu_svc", config("https://localhost:4317", certificate=Path("/nowhere")))
+
+
+def test_the_page_has_every_metric() -> None:
+    assert replaced(PAGE.read_text(), metrics_table()) == PAGE.read_text(), (
+        "PYTHONPATH=. python tests/support/metrics_page.py"
+    )
