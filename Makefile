@@ -2,15 +2,16 @@
 #
 # PYTHON    interpreter to build the virtual environment with (>= 3.11; found by itself)
 # PIP_ARGS  further arguments for pip, e.g. an index that carries CPU builds of torch
+# PYTEST_ARGS  for `make observability`, e.g. --load-s 300
 
 VENV := .venv
 BIN := $(VENV)/bin
 PACKAGES := neoflex svc_common planner_svc gpu_svc cpu_attn_svc gateway_svc
-SOURCES := $(PACKAGES) tests benchmarks
+SOURCES := $(PACKAGES) tests benchmarks tools
 BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints.txt \
 	$(shell find proto svc_common cpu_attn_svc \( -name '*.proto' -o -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt \) 2>/dev/null)
 
-.PHONY: help demo test lint types imports protos format model unit integration clients console bench-serve bench-kernel sanitize cross bench-quantisation bench-hop bench-overlap bench-executor bench-sampling bench-planner bench-planner-full bench-baselines bench-estimate bench-realtime bench-gateway bench-policies bench-policy-check clean
+.PHONY: help demo test lint types imports protos format model unit integration clients console observability dashboards bench-serve bench-kernel sanitize cross bench-quantisation bench-hop bench-overlap bench-executor bench-sampling bench-planner bench-planner-full bench-baselines bench-estimate bench-realtime bench-gateway bench-policies bench-policy-check clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 
@@ -29,6 +30,7 @@ lint: $(VENV)/.dev ## Style
 types: $(VENV)/.dev ## Static types
 	$(BIN)/mypy
 	MYPYPATH=benchmarks $(BIN)/mypy benchmarks/*.py
+	MYPYPATH=tools/dashboards $(BIN)/mypy tools/dashboards/*.py
 
 imports: $(VENV)/.dev ## Who may import whom
 	$(BIN)/lint-imports
@@ -40,7 +42,7 @@ model: $(VENV)/.runtime # The default model, in the user's cache directory
 	@$(BIN)/neoflex model fetch
 
 unit: $(VENV)/.dev model ## Tests of one module each
-	$(BIN)/pytest tests --ignore tests/integration --ignore tests/clients --ignore tests/console
+	$(BIN)/pytest tests --ignore tests/integration --ignore tests/clients --ignore tests/console --ignore tests/observability
 
 integration: $(VENV)/.dev model ## Tests with the real services and the real model
 	$(BIN)/pytest tests/integration -rP
@@ -50,6 +52,12 @@ clients: $(VENV)/.dev model ## Clients in Node, Go and C++ (examples/README.md s
 
 console: $(VENV)/.dev model ## The console page in headless Chromium (Debian's chromium); pictures go to build/console
 	$(BIN)/pytest tests/console
+
+observability: $(VENV)/.dev model ## Dashboards and alerts on a real Prometheus (Debian's); pictures go to build/observability
+	@prometheus=$$(sh tools/prometheus.sh) && PATH="$$prometheus:$$PATH" $(BIN)/pytest tests/observability $(PYTEST_ARGS)
+
+dashboards: $(VENV)/.dev # The dashboards' JSON, out of tools/dashboards
+	$(BIN)/python tools/dashboards/write.py
 
 sanitize: $(VENV)/.dev ## C++ tests under the address, undefined-behaviour and thread sanitizers
 	@sh tools/sanitize.sh $(abspath $(BIN))
