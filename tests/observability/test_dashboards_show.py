@@ -122,9 +122,13 @@ def test_the_load_was_of_every_kind(scraped: Scraped) -> None:
     assert scraped.outcomes["HTTP 200"] > 0
     assert scraped.outcomes["mistake CONTEXT_EXCEEDED"] + scraped.outcomes["mistake EXCEEDS_CONTEXT"] > 0
     assert scraped.outcomes["left"] > 0
-    value = scraped.prometheus.value
-    assert value('sum(neoflex_attended_tokens_total{device="cpu"})') or 0 > 0
-    assert value('sum(neoflex_requests_by_slo_total{service_class="chat"})') or 0 > 0
+    for counter in (
+        'neoflex_attended_tokens_total{device="cpu"}',
+        'neoflex_requests_by_slo_total{service_class="chat"}',
+    ):
+        counted = scraped.prometheus.value(f"sum({counter})")
+        assert counted is not None, counter
+        assert counted > 0, counter
 
 
 @pytest.mark.parametrize(("panel", "expr"), PANELS, ids=[f"{panel} {index}" for index, (panel, _) in enumerate(PANELS)])
@@ -152,7 +156,7 @@ def test_the_metrics_of_a_rule_are_there(scraped: Scraped, rule: dict[str, Any])
     names = set(scraped.prometheus.get("label/__name__/values"))
     used = set(re.findall(r"\b(?:up|(?:neoflex|http|process)[_:][\w:]+)\b(?=[{ \[)]|$)", rule["expr"], flags=re.M))
     assert used
-    labels = {"http_response_status_code"}
+    labels = {"http_response_status_code", "http_route"}
     assert used - labels <= names | SELDOM
 
 

@@ -113,7 +113,9 @@ def _graph(axes: Axes, panel: Mapping[str, Any], found: Sequence[Series], span: 
     if "min" in panel["fieldConfig"]["defaults"]:
         axes.set_ylim(bottom=panel["fieldConfig"]["defaults"]["min"])
     if names:
-        axes.legend(loc="upper left", bbox_to_anchor=(-0.08, -0.13), frameon=False, fontsize=6, ncols=_ncols(names))
+        # From the panel's left edge, not the axes'.
+        left = -0.6 / (panel["gridPos"]["w"] * _COLUMN_IN)
+        axes.legend(loc="upper left", bbox_to_anchor=(left, -0.12), frameon=False, fontsize=6, ncols=_ncols(names))
     _finish(axes, panel, span)
 
 

@@ -10,6 +10,8 @@ _REFUSED = or_zero(rate("neoflex_refused_requests_total", PLANNER))
 _TTFT = "neoflex_time_to_first_token_seconds"
 _GAP = "neoflex_inter_token_latency_seconds"
 _HTTP = "http_server_request_duration_seconds"
+_CALLS = 'http_route!~"/metrics|/health.*"'
+"""Not what machines ask all the time."""
 
 _NOW = Row(
     "Now",
@@ -143,7 +145,7 @@ _ERRORS = Row(
             "reqps",
             [
                 Query(
-                    f"sum by (http_response_status_code) (rate({_HTTP}_count[$__rate_interval]))",
+                    rate(f"{_HTTP}_count", _CALLS, "http_response_status_code"),
                     "{{http_response_status_code}}",
                 )
             ],
@@ -155,7 +157,7 @@ _ERRORS = Row(
             "s",
             [
                 Query(
-                    f"histogram_quantile(0.95, sum by (le, http_route) (rate({_HTTP}_bucket[$__rate_interval])))",
+                    f"histogram_quantile(0.95, {rate(f'{_HTTP}_bucket', _CALLS, 'le, http_route')})",
                     "{{http_route}}",
                 )
             ],
