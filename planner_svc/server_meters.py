@@ -21,7 +21,7 @@ def observe_engine(meters: Meters, engine: Engine) -> None:
     meters.observe(instruments.CALIBRATION, lambda: _calibration(engine))
     meters.observe(
         instruments.HEALTH,
-        lambda: (Sample(engine.is_ready(), ("readiness",)), Sample(engine.is_alive(), ("liveness",))),
+        lambda: (Sample(int(engine.is_ready()), ("readiness",)), Sample(int(engine.is_alive()), ("liveness",))),
     )
 
 

@@ -115,9 +115,7 @@ def test_prometheus_reads_it() -> None:
 def test_an_address_that_is_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         listen = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(
-            ConfigError, match=rf"gpu.metrics_listen: cannot listen on {listen}: Address already in use"
-        ):
+        with pytest.raises(ConfigError, match=rf"gpu.metrics_listen: cannot listen on {listen}: Address already"):
             Telemetry("gpu_svc").start_metrics(listen, "gpu.metrics_listen")
 
 
@@ -211,9 +209,8 @@ def test_a_collector_that_never_answers_holds_nothing_up(monkeypatch: pytest.Mon
 
 def test_a_collector_behind_mutual_tls(tmp_path: Path) -> None:
     for name in ("server", "client"):
-        command = (
-            "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost "
-        )
+        command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 "
+        command += "-subj /CN=localhost "
         command += f"-addext subjectAltName=DNS:localhost -keyout {tmp_path}/{name}.key -out {tmp_path}/{name}.pem"
         subprocess.run(command.split(), check=True, capture_output=True)
     pem = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
