@@ -32,6 +32,7 @@ async def send_traffic(address: str, http_url: str, duration_s: float, seed: int
         senders: list[Callable[[random.Random], Awaitable[str]]] = [
             *[lambda rng: _batch(client, rng)] * _NUM_BATCH,
             *[lambda rng: _chat(client, rng)] * _NUM_CHAT,
+            lambda rng: _long(client, rng),
             lambda rng: _over_http(http, rng),
             lambda rng: _mistake(client, http),
             lambda rng: _leave(client),
@@ -52,12 +53,19 @@ async def _batch(client: AsyncClient, rng: random.Random) -> str:
     return "batch refused"
 
 
+async def _long(client: AsyncClient, rng: random.Random) -> str:
+    """Larger than a GPU cache of 16 MiB: the host attends, whatever the planner thinks of it."""
+    await client.generate(_text(rng, 900), max_tokens=48, ignore_eos=True, service_class="batch")
+    return "batch"
+
+
 async def _chat(client: AsyncClient, rng: random.Random) -> str:
     try:
         answer = await client.generate(_text(rng, 20), max_tokens=16, ignore_eos=True, service_class="chat")
     except NeoflexError as error:
-        await asyncio.sleep(0.2)
         return f"chat {error.reason}"
+    finally:
+        await asyncio.sleep(rng.uniform(0.2, 0.8))
     return "chat in time" if answer.usage.targets_met else "chat late"
 
 
