@@ -2,15 +2,16 @@
 #
 # PYTHON    interpreter to build the virtual environment with (>= 3.11; found by itself)
 # PIP_ARGS  further arguments for pip, e.g. an index that carries CPU builds of torch
+# PYTEST_ARGS  for `make observability`, e.g. --load-s 300
 
 VENV := .venv
 BIN := $(VENV)/bin
 PACKAGES := neoflex svc_common planner_svc gpu_svc cpu_attn_svc gateway_svc
-SOURCES := $(PACKAGES) tests benchmarks
+SOURCES := $(PACKAGES) tests benchmarks tools
 BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints.txt \
 	$(shell find proto svc_common cpu_attn_svc \( -name '*.proto' -o -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt \) 2>/dev/null)
 
-.PHONY: help demo test lint types imports protos format model unit integration clients console compose bench-serve bench-kernel sanitize cross bench-quantisation bench-hop bench-overlap bench-executor bench-sampling bench-planner bench-planner-full bench-baselines bench-estimate bench-realtime bench-gateway bench-policies bench-policy-check bench-telemetry clean
+.PHONY: help demo test lint types imports protos format model unit integration clients console compose observability dashboards bench-serve bench-kernel sanitize cross bench-quantisation bench-hop bench-overlap bench-executor bench-sampling bench-planner bench-planner-full bench-baselines bench-estimate bench-realtime bench-gateway bench-policies bench-policy-check bench-telemetry clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 
@@ -29,6 +30,7 @@ lint: $(VENV)/.dev ## Style
 types: $(VENV)/.dev ## Static types
 	$(BIN)/mypy
 	MYPYPATH=benchmarks $(BIN)/mypy benchmarks/*.py
+	MYPYPATH=tools/dashboards $(BIN)/mypy tools/dashboards/*.py
 
 imports: $(VENV)/.dev ## Who may import whom
 	$(BIN)/lint-imports
@@ -40,7 +42,7 @@ model: $(VENV)/.runtime # The default model, in the user's cache directory
 	@$(BIN)/neoflex model fetch
 
 unit: $(VENV)/.dev model ## Tests of one module each
-	$(BIN)/pytest tests --numprocesses 2 --dist loadfile --ignore tests/integration --ignore tests/clients --ignore tests/console --ignore tests/compose/test_stack.py
+	$(BIN)/pytest tests --numprocesses 2 --dist loadfile $(foreach part,integration clients console compose/test_stack.py observability,--ignore tests/$(part))
 
 integration: $(VENV)/.dev model ## Tests with the real services and the real model
 	$(BIN)/pytest tests/integration -rP
@@ -53,6 +55,12 @@ console: $(VENV)/.dev model ## The console page in headless Chromium (Debian's c
 
 compose: $(VENV)/.dev model ## The stack of compose/ in a Docker daemon; root on Debian gets one
 	@bash tools/with_docker.sh $(BIN)/pytest tests/compose/test_stack.py -rP
+
+observability: $(VENV)/.dev model ## Dashboards and alerts on a real Prometheus (Debian's); pictures go to build/observability
+	@prometheus=$$(sh tools/prometheus.sh) && PATH="$$prometheus:$$PATH" $(BIN)/pytest tests/observability $(PYTEST_ARGS)
+
+dashboards: $(VENV)/.dev # The dashboards' JSON, out of tools/dashboards
+	$(BIN)/python tools/dashboards/write.py
 
 sanitize: $(VENV)/.dev ## C++ tests under the address, undefined-behaviour and thread sanitizers
 	@sh tools/sanitize.sh $(abspath $(BIN))

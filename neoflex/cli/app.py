@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from neoflex.cli import bench, demo, doctor, generate, health, model, plan, simulate, status, threads, trace, up
+from neoflex.cli import bench, config, demo, doctor, generate, health, model, plan, simulate, status, threads, trace, up
 from neoflex.cli.output import fail
 from neoflex.errors import NeoflexError
 from neoflex.supervisor import StackError
@@ -30,6 +30,7 @@ app.command()(demo.demo)
 app.command(context_settings=simulate.PASSED_ON)(simulate.simulate)
 app.command(context_settings=simulate.PASSED_ON)(plan.plan)
 app.add_typer(model.app, name="model")
+app.add_typer(config.app, name="config")
 
 
 def _print_version(wanted: bool) -> None:

@@ -17,7 +17,7 @@ MAX_TARGET_S = 86_400.0
 
 
 class ClassConfig(Section):
-    """A service class: how its requests are served beside others'. [planner.classes.NAME]"""
+    """A service class: how its requests are served beside others'."""
 
     ttft_s: Annotated[float, Field(gt=0, le=MAX_TARGET_S)] | None = None
     """Target of the time from arrival to the first token. Together with `tpot_s` or not at all: a class without targets

@@ -46,8 +46,8 @@ class GpuConfig(Section):
 
 
 class CpuAttnConfig(Section):
-    """cpu_attn_svc: the host tier. [cpu_attn]; of several services, say one for each NUMA node, each has a table of its
-    own, [[cpu_attn]], and holds whole sequences."""
+    """cpu_attn_svc: the host tier. Of several services, say one for each NUMA node, each has a table of its own,
+    [[cpu_attn]], and holds whole sequences."""
 
     listen: Address = "127.0.0.1:50053"
     """Address of the control gRPC service."""
