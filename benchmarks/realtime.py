@@ -175,7 +175,7 @@ class Learned:
         samples = self._samples or [Factors()]
         learned = {name: statistics.fmean(getattr(sample, name) for sample in samples) for name in names}
         print(f"learned in {len(self._samples)} samples:", {name: round(value, 3) for name, value in learned.items()})
-        return Factors(**learned)
+        return Factors(**learned)  # type: ignore[arg-type]  # of floats alone
 
 
 async def serve(
@@ -222,7 +222,8 @@ async def serve(
         if watching:
             watching.cancel()
     duration_s = max(ends) - start_s
-    return Outcome(*map(statistics.median, (ttfts, server_ttfts, tpots)), len(arrivals) / duration_s)
+    medians = [statistics.median(times) for times in (ttfts, server_ttfts, tpots)]
+    return Outcome(medians[0], medians[1], medians[2], len(arrivals) / duration_s)
 
 
 # --- side by side
