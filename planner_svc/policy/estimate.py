@@ -85,9 +85,11 @@ class Timeline:
 class PolicyEstimator:
     """Of one model on one machine."""
 
-    def __init__(self, model: DecoderFigures, machine: Machine) -> None:
+    def __init__(self, model: DecoderFigures, machine: Machine, *, warm: bool = False) -> None:
+        """`warm`: decodes ran before the prompts, so that what they stream first lies in the buffers already."""
         self.model = model
         self.machine = machine
+        self._warm = warm
 
     def memory(self, policy: ExecutionPolicy, mix: RequestMix) -> MemoryUse:
         return memory_use(self.model, self.machine, policy, mix)
@@ -109,13 +111,14 @@ class PolicyEstimator:
             )
 
     def prefill(self, policy: ExecutionPolicy, mix: RequestMix, num_host_sequences: int) -> PhaseEstimate:
-        """Of all prompts, in iterations of equal size; before the first one no weights are under way."""
+        """Of all prompts, in iterations of equal size; before the first one no weights are under way, unless warm."""
+        finds_weights = self._warm and policy.prefill_cpu_layers == policy.decode_cpu_layers
         return self._phase(
             policy,
             policy.prefill_cpu_layers,
             mix.prefill_tokens,
             mix.num_prefill_iterations,
-            True,
+            not finds_weights,
             lambda groups: prefill_work(self.model, self.machine, policy, mix, num_host_sequences, groups),
         )
 

@@ -45,7 +45,7 @@ def estimator(num_layers: int = 6) -> PolicyEstimator:
 def test_times_are_those_of_the_tables():
     mix = RequestMix(100, 2, 1, 1000)
     found = estimator().predict(ExecutionPolicy(6), mix)
-    head_s = 0.01  # Of as many weights as a layer has.
+    head_s = 0.005
     attention_s = 101 * 0.02 / 4000
     assert found.decode.iteration_s == pytest.approx(6 * (0.01 + attention_s) + head_s + 0.003)
     assert found.prefill.iteration_s == pytest.approx(6 * (0.03 + 0.01) + head_s + 0.003)
@@ -84,3 +84,19 @@ def test_without_layers_on_the_cpu_there_is_no_machine():
     tables = OperationTables((LinearPoint(1, 0.1),), (), (), (), (), 0.0, 0.0)
     with pytest.raises(ValueError, match="know no layers on the CPU"):
         measured_machine(tables, figures, MEMORY)
+
+
+@pytest.mark.parametrize(("policy", "saved_layers"), [(ExecutionPolicy(2), 2), (ExecutionPolicy(2, 0, 4), 0)])
+def test_the_first_prompts_find_what_decodes_have_streamed(policy, saved_layers):
+    """Two layers lie in the buffers, unless decodes stream others or none."""
+    figures = measured_figures(model(6), MEMORY)
+    machine = measured_machine(TABLES, figures, MEMORY)
+    mix = RequestMix(100, 2, 1, 1000)
+    cold, warm = (PolicyEstimator(figures, machine, warm=warm).predict(policy, mix).ttft_s for warm in (False, True))
+    # Streaming binds: 0.55 s a layer, computed in 0.04 s. The last one is computed when it is there.
+    after_s = 2 * 0.04 + 0.005 + 0.003
+    assert cold == pytest.approx(4 * 0.55 + 0.04 + after_s)
+    if saved_layers == 0:
+        assert warm == cold
+    else:
+        assert warm == pytest.approx(4 * 0.55)
