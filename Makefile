@@ -10,7 +10,7 @@ SOURCES := $(PACKAGES) tests benchmarks
 BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints.txt \
 	$(shell find proto svc_common cpu_attn_svc \( -name '*.proto' -o -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt \) 2>/dev/null)
 
-.PHONY: help demo test lint types imports protos format model unit integration clients console bench-serve bench-kernel sanitize cross bench-quantisation bench-hop bench-overlap bench-executor bench-sampling bench-planner bench-planner-full bench-baselines bench-estimate bench-realtime bench-gateway bench-policies bench-policy-check clean
+.PHONY: help demo test lint types imports protos format model unit integration clients console bench-serve bench-kernel sanitize cross bench-quantisation bench-hop bench-overlap bench-executor bench-sampling bench-planner bench-planner-full bench-baselines bench-estimate bench-realtime bench-gateway bench-policies bench-policy-check bench-offloading clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 
@@ -105,6 +105,9 @@ bench-policies: $(VENV)/.dev ## Policies for models larger than the GPU, by esti
 
 bench-policy-check: $(VENV)/.dev model ## Predicted against measured time of each policy, on a device too small for the model
 	$(BIN)/python benchmarks/policy_check.py
+
+bench-offloading: $(VENV)/.dev model ## Policies beside transformers with accelerate's device_map
+	$(BIN)/python benchmarks/offloading.py
 
 clean: ## Remove what was built
 	rm -rf build $(VENV) neoflex/v1 $(addsuffix /*.so,svc_common/tensor_plane svc_common/cpu_kernels cpu_attn_svc)

@@ -55,8 +55,8 @@ def measured_figures(model: DecoderFigures, memory: ServiceMemory) -> DecoderFig
 def measured_machine(tables: OperationTables, model: DecoderFigures, memory: ServiceMemory) -> Machine:
     """`model` by `measured_figures`. Raises ValueError where the tables know no layers on the CPU.
 
-    Times of linear operations and the head are those of the tables between their points; attention counts by the rate of the
-    largest point measured.
+    Times of linear operations and the head are those of the tables between their points; attention counts by the rate
+    of the largest point measured.
     """
     if not (tables.linear and tables.cpu_linear):
         raise ValueError("the tables know no layers on the CPU")
