@@ -1,7 +1,7 @@
 """The directory of layer files, seen without reading them: which lie there, who uses it now, and what may go.
 
-A file's name says of which model and type it is (svc_common/decoder/layer_writer.py); its time of modification is that
-of its latest use, since a file is never changed.
+A file's name says of which model and type it is (svc_common/decoder/layer_writer.py). Its time of access is set at each
+use, since file systems may leave that to whoever cares.
 """
 
 import fcntl
@@ -56,7 +56,7 @@ def locked(directory: Path, *, wait: bool = True) -> Iterator[None]:
 def note_use(path: Path) -> None:
     """Now; where the directory is another user's, nobody is told."""
     with suppress(OSError):
-        os.utime(path)
+        os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
 
 
 def stored_layers(directory: Path) -> tuple[StoredLayers, ...]:
@@ -66,7 +66,7 @@ def stored_layers(directory: Path) -> tuple[StoredLayers, ...]:
         with suppress(FileNotFoundError):  # Gone since.
             status = path.stat()
             model, dtype = _named(path)
-            found.append(StoredLayers(path, model, dtype, 512 * status.st_blocks, status.st_mtime))
+            found.append(StoredLayers(path, model, dtype, 512 * status.st_blocks, status.st_atime))
     return tuple(sorted(found, key=lambda item: item.used_s, reverse=True))
 
 
