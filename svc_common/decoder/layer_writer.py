@@ -32,6 +32,7 @@ from svc_common.decoder.layer_file import (
 )
 from svc_common.decoder.load import Loader
 from svc_common.decoder.packing import Bytes
+from svc_common.memory import give_back_freed
 from svc_common.model.layer_cache import PART_SUFFIX, SUFFIX, layers_dir, locked, note_use
 from svc_common.model.spec import ModelSpec
 from svc_common.model.store import ModelFiles
@@ -81,6 +82,7 @@ def _checked_or_written(path: Path, source: Any, decoder: CpuDecoder, loader: Lo
     except LayerFileError as error:
         logger.warning("%s; it is written anew", error)
     _write(path, source, decoder, loader)
+    give_back_freed()
     return LayerFile(path)
 
 

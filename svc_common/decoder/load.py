@@ -12,6 +12,7 @@ from svc_common.decoder.decoder import Decoder
 from svc_common.decoder.names import names_of
 from svc_common.decoder.torch_decoder import TorchDecoder
 from svc_common.decoder.weights import DecoderWeights, ExpertsWeights, LayerWeights, MlpWeights, NormWeights
+from svc_common.memory import give_back_freed
 from svc_common.model.spec import ExpertsSpec, ModelSpec
 from svc_common.progress import Progress
 
@@ -32,10 +33,12 @@ def load_decoder(checkpoint: Checkpoint, spec: ModelSpec, dtype: torch.dtype, de
     decoder.take_vocabulary(
         loader.embedding(), None if spec.tie_embeddings else loader.head(), loader.final_norm(), loader.positions()
     )
+    give_back_freed()  # Of the embedding, which took more than a layer does.
     progress = Progress(logger, "loading layers", spec.num_layers)
     for index in range(spec.num_layers):
         decoder.take_layer(index, loader.layer(index))
         progress.reached(index + 1)
+    give_back_freed()
     return decoder
 
 

@@ -8,7 +8,7 @@ from support.reference import Reference, Verdict
 from support.steering import SteeredStack
 from svc_common.policy import ExecutionPolicy
 
-NUM_TOKENS = 32
+NUM_TOKENS = 20
 _TOKENS_BEFORE_CHANGE = 4
 
 
