@@ -309,10 +309,12 @@ def _print_logs(follower: LogFollower) -> None:
 
 
 def _print_ready(stack: LocalStack, start_s: float) -> None:
-    info = stack.server_info()
-    kv = describe_kv(info, stack.model_info())
+    info, model = stack.server_info(), stack.model_info()
+    kv = describe_kv(info, model)
+    chosen = ", the faster by measurement" if stack.config.gpu.dtype == "auto" and info.device == "cpu" else ""
     err.print(f"[bold green]ready[/] on [bold]{stack.address}[/] after {start_s:.1f} s: {stack.config.model.name}")
-    err.print(f"  device {info.device}, {kv}, mode {stack.config.planner.mode}")
+    err.print(f"  device {info.device}, computes in {model.compute_dtype}{chosen}")
+    err.print(f"  {kv}, mode {stack.config.planner.mode}")
     explain_device(info.device, indent=2)
     if stack.http_url:
         err.print(f"  OpenAI-compatible HTTP: {stack.http_url}", markup=False)
