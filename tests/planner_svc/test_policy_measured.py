@@ -86,17 +86,24 @@ def test_without_layers_on_the_cpu_there_is_no_machine():
         measured_machine(tables, figures, MEMORY)
 
 
-@pytest.mark.parametrize(("policy", "saved_layers"), [(ExecutionPolicy(2), 2), (ExecutionPolicy(2, 0, 4), 0)])
-def test_the_first_prompts_find_what_decodes_have_streamed(policy, saved_layers):
-    """Two layers lie in the buffers, unless decodes stream others or none."""
+# Streaming binds: 0.55 s a layer, which is computed in 0.04 s. After the last one has come it and the two resident ones
+# are computed, the head and the rest.
+AFTER_S = 3 * 0.04 + 0.005 + 0.003
+COLD_S = 4 * 0.55 + AFTER_S
+
+
+@pytest.mark.parametrize(
+    ("policy", "warm_s"),
+    [
+        (ExecutionPolicy(2), 4 * 0.55),  # Decodes stream the same: the link never rests.
+        (ExecutionPolicy(2, 0, 4), 0.04 + 2 * 0.55 + AFTER_S),  # They stream none: two layers are still there.
+        (ExecutionPolicy(2, 0, 2), COLD_S),  # They stream others.
+    ],
+)
+def test_prompts_find_in_the_buffers_what_was_left_there(policy, warm_s):
     figures = measured_figures(model(6), MEMORY)
     machine = measured_machine(TABLES, figures, MEMORY)
     mix = RequestMix(100, 2, 1, 1000)
     cold, warm = (PolicyEstimator(figures, machine, warm=warm).predict(policy, mix).ttft_s for warm in (False, True))
-    # Streaming binds: 0.55 s a layer, computed in 0.04 s. The last one is computed when it is there.
-    after_s = 2 * 0.04 + 0.005 + 0.003
-    assert cold == pytest.approx(4 * 0.55 + 0.04 + after_s)
-    if saved_layers == 0:
-        assert warm == cold
-    else:
-        assert warm == pytest.approx(4 * 0.55)
+    assert cold == pytest.approx(COLD_S)
+    assert warm == pytest.approx(warm_s)
