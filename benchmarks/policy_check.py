@@ -46,12 +46,13 @@ from svc_common.policy import ExecutionPolicy
 
 _READY_S = 600.0
 _DTYPE, _DTYPE_BYTES = "fp32", 4
-_KV_BYTES = {"gpu": 64 * 2**20, "host": 128 * 2**20}
+_KV_BYTES = {"gpu": 128 * 2**20, "host": 384 * 2**20}
+"""Room on the GPU's tier for the largest batch whichever layers the CPU computes."""
 _OUTPUT_TOKENS = 21
 _SETTLED_TOKENS = 4
 """After which TPOT counts: the request that told when the prompts' iteration began has gone by then."""
 _WATCH_TOKENS = 400
-_MOST_TRIES = 20
+_MOST_TRIES = 10
 _FITTING = ("partition", "partition of both", "offloading", "CPU-only")
 _RESIDENT = "resident"
 """Needs more memory than there is, so it is no choice."""
