@@ -28,7 +28,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from accelerate import dispatch_model
+from accelerate import dispatch_model  # type: ignore[import-untyped]
 from policy_check import running
 from results import Row, arguments, publish
 from transformers import AutoModelForCausalLM, PreTrainedModel
