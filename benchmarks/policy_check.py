@@ -1,33 +1,34 @@
 """Predicted against measured time of each execution policy, on a device too small for the model.
 
 Device "cpu" plays a GPU whose memory holds a share of the layers, behind an emulated link. Under each policy a stack
-serves batches of equal prompts that arrive at once: TTFT until the last prompt has its first token, TPOT from there to
-the end. One stack, with layers on either processor, measures the operations; from its tables alone all is predicted,
-and which policy would be best.
+serves batches of equal prompts that are all computed in one iteration: they arrive while another request decodes, whose
+tokens tell when that iteration began. TTFT is its time, TPOT that of the iterations after it. One stack, with layers on
+either processor, measures the operations; from its tables alone all is predicted, and which policy would be best.
 
-    python benchmarks/policy_check.py [--batches 1,4,8] [--prompts 16,64,192] [--rounds 3] [--publish]
+    python benchmarks/policy_check.py [--policies NAME,...] [--batches 1,4,8] [--prompts 16,64,192] [--publish]
+
+With --policies only some are measured, into a file beside those of earlier runs; the table is of all that is there.
 """
 
 import argparse
 import asyncio
+import os
 import random
 import shutil
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from google.protobuf import json_format
+from policy_report import Calibrated, Cell, Kept, rows
 from realtime import tables_of
-from results import Row, arguments, publish
+from results import ROOT, arguments, publish
 
-from neoflex import AsyncClient
+from neoflex import AsyncClient, Delta
 from neoflex.supervisor import LocalStack
-from neoflex.v1 import executor_pb2
 from planner_svc.estimator import OperationTables
 from planner_svc.policy import (
     PolicyEstimator,
@@ -37,48 +38,33 @@ from planner_svc.policy import (
     measured_figures,
     measured_machine,
 )
-from planner_svc.wire import tables_from_message
 from svc_common.config import Config, parse
 from svc_common.model.read_spec import read_spec
 from svc_common.model.spec import ModelSpec
-from svc_common.model.store import resolve
+from svc_common.model.store import default_cache_dir, resolve
 from svc_common.policy import ExecutionPolicy
 
 _READY_S = 600.0
 _DTYPE, _DTYPE_BYTES = "fp32", 4
-_KV_BYTES = {"gpu": 64 * 2**20, "host": 128 * 2**20}
-_ERROR, _NEAR_BEST, _SHARE_NEAR = 0.20, 1.10, 0.90
-_OUTPUT_TOKENS = 17
-_OF_ERRORS = "|predicted / measured - 1|"
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One policy, batch and prompt length."""
-
-    policy: str
-    mix: RequestMix
-    ttft_s: float
-    tpot_s: float
-    first: tuple[float, float]
-    """Both, of the run before those that count."""
-
-    @property
-    def total_s(self) -> float:
-        return _total_s(self.mix, (self.ttft_s, self.tpot_s))
-
-
-def _total_s(mix: RequestMix, times: tuple[float, float]) -> float:
-    """Of TTFT and TPOT."""
-    return times[0] + mix.num_decode_iterations * times[1]
+_KV_BYTES = {"gpu": 128 * 2**20, "host": 384 * 2**20}
+"""Room on the GPU's tier for the largest batch whichever layers the CPU computes."""
+_OUTPUT_TOKENS = 21
+_SETTLED_TOKENS = 4
+"""After which TPOT counts: the request that told when the prompts' iteration began has gone by then."""
+_WATCH_TOKENS = 400
+_MOST_TRIES = 10
+_FITTING = ("partition", "partition of both", "offloading", "CPU-only")
+_RESIDENT = "resident"
+"""Needs more memory than there is, so it is no choice."""
 
 
 class Setting:
     """The model on the small device."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.source: str = args.model
-        self.spec: ModelSpec = read_spec(resolve(args.model))
+        files = resolve(args.model)
+        self.source = str(files.gguf or files.directory)
+        self.spec: ModelSpec = read_spec(files)
         self.link_bytes_per_s: int = args.link
         self.layer_bytes = max(self.spec.layer_bytes(index, _DTYPE_BYTES) for index in range(self.spec.num_layers))
         layers = sum(self.spec.layer_bytes(index, _DTYPE_BYTES) for index in range(self.spec.num_layers))
@@ -112,23 +98,28 @@ class Setting:
                 {"prefill_policy": "cpu_only", "decode_policy": "cpu_only"},
                 ExecutionPolicy(0, num_layers, num_layers),
             ),
+            _RESIDENT: (
+                {"prefill_policy": "offload", "decode_policy": "offload"},
+                ExecutionPolicy(num_layers),
+            ),
         }
 
-    def config(self, planner: dict[str, object]) -> Config:
+    def config(self, name: str) -> Config:
         values: dict[str, object] = {
             "model": {"source": self.source},
+            "kv": {"prefix_cache": False},
             "planner": {
                 "listen": "127.0.0.1:0",
                 "mode": "gpu_only",
-                "max_batch_tokens": self.batch_tokens,
+                "max_batch_tokens": self.batch_tokens + 1,
                 "max_sequence_tokens": 512,
-                **planner,
+                **self.policies[name][0],
             },
             "gpu": {
                 "device": "cpu",
                 "dtype": _DTYPE,
                 "kv_bytes": _KV_BYTES["gpu"],
-                "memory_bytes": self.memory_bytes,
+                **({} if name == _RESIDENT else {"memory_bytes": self.memory_bytes}),
                 "link_bytes_per_s": self.link_bytes_per_s,
             },
             "cpu_attn": {"kv_bytes": _KV_BYTES["host"]},
@@ -145,7 +136,7 @@ class Setting:
             other_bytes=self.other_bytes,
         )
         figures = measured_figures(decoder_figures(self.spec, _DTYPE_BYTES, _DTYPE_BYTES), memory)
-        return PolicyEstimator(figures, measured_machine(tables, figures, memory))
+        return PolicyEstimator(figures, measured_machine(tables, figures, memory), warm=True)
 
 
 @contextmanager
@@ -159,84 +150,90 @@ def running(config: Config) -> Iterator[LocalStack]:
         shutil.rmtree(run_dir, ignore_errors=True)
 
 
-async def batch(address: str, mix: RequestMix, vocab_size: int, seed: int) -> tuple[float, float]:
-    """(TTFT of the last, TPOT from there on) of a batch that arrives at once."""
+class Tokens:
+    """When each token of a stream comes."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self._more = asyncio.Event()
+
+    async def read(self, stream: AsyncIterator[Delta]) -> None:
+        async for delta in stream:
+            self.times += [time.perf_counter()] * len(delta.token_ids)
+            self._more.set()
+
+    async def until(self, num: int) -> None:
+        while len(self.times) < num:
+            self._more.clear()
+            await self._more.wait()
+
+
+async def batch(address: str, mix: RequestMix, vocab_size: int, seed: int) -> tuple[float, float] | None:
+    """(TTFT, TPOT) of a batch; None where its prompts were not all computed in one iteration."""
     generator = random.Random(seed)
-    prompts = [
-        [generator.randrange(100, vocab_size) for _ in range(mix.prompt_tokens)] for _ in range(mix.num_sequences)
-    ]
-    firsts: list[float] = []
 
-    async def ask(client: AsyncClient, prompt: list[int]) -> None:
-        stream = client.stream(token_ids=prompt, max_tokens=mix.output_tokens, temperature=0.0, ignore_eos=True)
-        is_first = True
-        async for _ in stream:
-            if is_first:
-                firsts.append(time.perf_counter())
-                is_first = False
+    def prompt(num_tokens: int) -> list[int]:
+        return [generator.randrange(100, vocab_size) for _ in range(num_tokens)]
 
+    prompts = [prompt(mix.prompt_tokens) for _ in range(mix.num_sequences)]
+    options: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
+    watched = Tokens()
+    answers = [Tokens() for _ in prompts]
     async with AsyncClient(address) as client:
-        start_s = time.perf_counter()
-        await asyncio.gather(*(ask(client, prompt) for prompt in prompts))
-        end_s = time.perf_counter()
-    return max(firsts) - start_s, (end_s - max(firsts)) / mix.num_decode_iterations
+        stream = client.stream(token_ids=prompt(4), max_tokens=_WATCH_TOKENS, **options)
+        watch = asyncio.create_task(watched.read(stream))
+        await watched.until(3)
+        async with asyncio.TaskGroup() as group:
+            for tokens, answer in zip(prompts, answers, strict=True):
+                stream = client.stream(token_ids=tokens, max_tokens=mix.output_tokens, **options)
+                group.create_task(answer.read(stream))
+            for answer in answers:
+                await answer.until(1)
+            await watched.until(len(watched.times) + 1)
+            watch.cancel()
+    first_s = [answer.times[0] for answer in answers]
+    # Of the watched request's tokens the one that came with them; the one before it came as their iteration began.
+    index = min(range(1, len(watched.times)), key=lambda i: abs(watched.times[i] - first_s[0]))
+    begin_s, end_s = watched.times[index - 1], watched.times[index]
+    if max(first_s) - min(first_s) > 0.3 * (end_s - begin_s) or abs(end_s - max(first_s)) > 0.3 * (end_s - begin_s):
+        return None
+    num_settled = mix.output_tokens - 1 - _SETTLED_TOKENS
+    first_settled_s, last_s = (max(answer.times[at] for answer in answers) for at in (_SETTLED_TOKENS, -1))
+    return max(first_s) - begin_s, (last_s - first_settled_s) / num_settled
 
 
 def measured(address: str, name: str, mixes: list[RequestMix], vocab_size: int, rounds: int) -> Iterator[Cell]:
-    """Of each mix a first run, which is for calibration, and medians of the others."""
+    """Of each mix a first run, which is for calibration, and others."""
     for mix in mixes:
-        first, *runs = (asyncio.run(batch(address, mix, vocab_size, seed)) for seed in range(rounds + 1))
-        ttft_s, tpot_s = (statistics.median(times) for times in zip(*runs, strict=True))
-        yield Cell(name, mix, ttft_s, tpot_s, first)
+        runs: list[tuple[float, float]] = []
+        for seed in range(_MOST_TRIES):
+            if (run := asyncio.run(batch(address, mix, vocab_size, seed))) is not None:
+                runs.append(run)
+            if len(runs) > rounds:
+                break
+        else:
+            raise SystemExit(f"{name}: {mix} was hardly ever computed in one iteration")
+        yield Cell(name, mix, tuple(runs))
 
 
-class Calibrated:
-    """Predictions, and what first runs say they must be multiplied by: a factor for each policy and phase."""
-
-    def __init__(self, cells: list[Cell], setting: Setting, estimator: PolicyEstimator) -> None:
-        self.plain: dict[tuple[str, RequestMix], tuple[float, float]] = {}
-        """(TTFT, TPOT) of a policy and a mix."""
-        for cell in cells:
-            found = estimator.predict(setting.policies[cell.policy][1], cell.mix)
-            self.plain[cell.policy, cell.mix] = found.ttft_s, found.tpot_s
-        self._factors = {name: self._factor(cells, name) for name in setting.policies}
-
-    def _factor(self, cells: list[Cell], name: str) -> tuple[float, float]:
-        own = [cell for cell in cells if cell.policy == name]
-        ttft, tpot = (
-            statistics.median(cell.first[phase] / self.plain[name, cell.mix][phase] for cell in own) for phase in (0, 1)
-        )
-        return ttft, tpot
-
-    def __call__(self, policy: str, mix: RequestMix) -> tuple[float, float]:
-        (ttft_s, tpot_s), (ttft, tpot) = self.plain[policy, mix], self._factors[policy]
-        return ttft * ttft_s, tpot * tpot_s
-
-
-def rows(cells: list[Cell], predicted: Calibrated) -> Iterator[Row]:
-    """Of each cell, of all, and of the choice."""
-    plain, errors = [], []
-    for cell in cells:
-        before, after = predicted.plain[cell.policy, cell.mix], predicted(cell.policy, cell.mix)
-        real = (cell.ttft_s, cell.tpot_s)
-        plain += [abs(time_s / real_s - 1) for time_s, real_s in zip(before, real, strict=True)]
-        own = [abs(time_s / real_s - 1) for time_s, real_s in zip(after, real, strict=True)]
-        errors += own
-        where = f"{cell.policy}, batch {cell.mix.num_sequences}, {cell.mix.prompt_tokens} in"
-        detail = (
-            f"TTFT {real[0] * 1e3:.0f} ms, predicted {before[0] * 1e3:.0f}, calibrated {after[0] * 1e3:.0f}; "
-            f"TPOT {real[1] * 1e3:.1f}, {before[1] * 1e3:.1f}, {after[1] * 1e3:.1f}"
-        )
-        yield Row(where, statistics.mean(own), _OF_ERRORS, None, False, detail)
-    yield Row("all: mean absolute error, from the tables alone", statistics.mean(plain), _OF_ERRORS, None, False)
-    yield Row("all: mean absolute error", statistics.mean(errors), _OF_ERRORS, _ERROR, False)
-    near = []
-    for mix in dict.fromkeys(cell.mix for cell in cells):
-        group = [cell for cell in cells if cell.mix == mix]
-        chosen = min(group, key=lambda cell: _total_s(mix, predicted(cell.policy, mix)))
-        near.append(chosen.total_s <= _NEAR_BEST * min(cell.total_s for cell in group))
-    share = statistics.mean(near)
-    yield Row("the choice is the best, or within 10 % of it", share, "cells", _SHARE_NEAR, detail=f"{len(near)} cells")
+@contextmanager
+def measuring_afresh() -> Iterator[None]:
+    """With the user's models and packed weights, and no tables of an earlier start."""
+    real = default_cache_dir()
+    with tempfile.TemporaryDirectory(prefix="nfx-") as directory:
+        cache = Path(directory) / "neoflex"
+        cache.mkdir()
+        for name in ("models", "layers", "tokenizers"):
+            (real / name).mkdir(parents=True, exist_ok=True)
+            (cache / name).symlink_to(real / name)
+        before = os.environ.get("XDG_CACHE_HOME")
+        os.environ["XDG_CACHE_HOME"] = directory
+        try:
+            yield
+        finally:
+            os.environ.pop("XDG_CACHE_HOME")
+            if before is not None:
+                os.environ["XDG_CACHE_HOME"] = before
 
 
 def _numbers(text: str) -> list[int]:
@@ -251,27 +248,36 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--resident", type=float, default=0.4, help="share of the layers that the device holds")
     parser.add_argument("--link", type=int, default=2_000_000_000, help="bytes/s of the emulated link")
+    parser.add_argument("--policies", help="measure these only; those of earlier runs stay in the table")
+    parser.add_argument("--keep", type=Path, default=ROOT / "build" / "policy_check.json", help="where all cells lie")
     args = parser.parse_args()
     setting = Setting(args)
+    names = list(setting.policies) if args.policies is None else args.policies.split(",")
+    if unknown := [name for name in names if name not in setting.policies]:
+        parser.error(f"--policies: {unknown[0]!r} is none of {', '.join(setting.policies)}")
     shapes = [(size, prompt) for size in args.batches for prompt in args.prompts]
     mixes = [RequestMix(prompt, _OUTPUT_TOKENS, size, setting.batch_tokens) for size, prompt in shapes]
-    cells: list[Cell] = []
-    tables: OperationTables | None = None
-    for name, (planner, _) in setting.policies.items():
-        print(f"{name} ...", file=sys.stderr, flush=True)
-        with running(setting.config(planner)) as stack:
-            if tables is None:  # Of the first, a partition.
-                document = json_format.ParseDict(tables_of(stack), executor_pb2.OperationTables())
-                tables = tables_from_message(document)
-            cells += measured(stack.address, name, mixes, setting.spec.vocab_size, args.rounds)
-    assert tables is not None
+    facts = {name: value for name, value in vars(args).items() if name not in ("policies", "keep", "publish")}
+    kept = Kept(args.keep, facts)
+    with measuring_afresh():
+        for name in names:
+            print(f"{name} ...", file=sys.stderr, flush=True)
+            with running(setting.config(name)) as stack:
+                found = list(measured(stack.address, name, mixes, setting.spec.vocab_size, args.rounds))
+                # One partition measures the operations of both processors, for all.
+                kept.add(name, found, tables_of(stack) if name == _FITTING[0] else None)
+    missing = set(setting.policies) - {cell.policy for cell in kept.cells}
+    if kept.tables is None or missing:
+        raise SystemExit(f"kept in {args.keep}; still to be measured: {', '.join(sorted(missing))}")
     about = (
         f"{args.model} in {_DTYPE} on device cpu with room for {setting.num_resident} of {setting.spec.num_layers} "
         f"layers, link {args.link / 1e9:g} GB/s, {_OUTPUT_TOKENS} tokens out, medians of {args.rounds} batches. "
-        "TTFT until the last prompt's first token, TPOT from there to the end. Calibrated: times a factor for each "
-        "policy and phase, the median over the first runs of all its cells, which count for nothing else."
+        "TTFT: the iteration that computes all prompts of the batch; TPOT: iterations after it. *resident* has room "
+        "for all layers, and is no choice. Calibrated: times a factor for each policy and phase, the median over the "
+        "first runs of all its cells, which count for nothing else."
     )
-    table = list(rows(cells, Calibrated(cells, setting, setting.estimator(tables))))
+    policies = {name: policy for name, (_, policy) in setting.policies.items()}
+    table = list(rows(kept.cells, Calibrated(kept.cells, policies, setting.estimator(kept.tables)), _FITTING))
     publish("policy_check", "Policies, predicted and measured", "make bench-policy-check", about, table, args.publish)
 
 

@@ -1,5 +1,6 @@
 """A decoder some of whose layers lie on the device, while the others are brought there in each iteration."""
 
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -10,6 +11,9 @@ from torch import Tensor
 from gpu_svc.device_memory import DeviceMemory
 from gpu_svc.weight_stream import NUM_BUFFERS, Copied, WeightStream
 from svc_common.decoder.decoder import Decoder, WeightTraffic
+from svc_common.progress import Progress
+
+logger = logging.getLogger(__name__)
 
 
 class DeviceLayers(Protocol):
@@ -95,9 +99,11 @@ class PlacedDecoder:
         for layer in range(num_layers):
             if layer not in resident:
                 self._layers.drop(layer)
+        progress = Progress(logger, "bringing layers to the device", num_layers)
         for layer in resident:
             if not self._layers.is_resident(layer):
                 self._layers.load(layer)
+                progress.reached(layer + 1)
         self._streamed, self._num_resident = streamed, num_resident
         if streamed:
             num_buffers = min(NUM_BUFFERS, len(streamed))

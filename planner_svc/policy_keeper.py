@@ -66,7 +66,7 @@ class PolicyKeeper:
             other_bytes=placement.memory.other_bytes,
         )
         figures = measured_figures(decoder_figures(self._spec, dtype_bytes, _DTYPE_BYTES[placement.kv_dtype]), memory)
-        self._estimator = PolicyEstimator(figures, measured_machine(tables, figures, memory))
+        self._estimator = PolicyEstimator(figures, measured_machine(tables, figures, memory), warm=True)
         self._chooser = PolicyChooser(PolicySearch(self._estimator), placement.policy)
         self.tables = tables
         first = self._chooser.first(self._mix(_FIRST_PROMPT_TOKENS, _FIRST_OUTPUT_TOKENS, _FIRST_SEQUENCES))

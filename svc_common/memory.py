@@ -1,5 +1,6 @@
 """How much memory this process may use: that of the machine, or its cgroup's limit where that is less."""
 
+import ctypes
 from pathlib import Path
 
 from svc_common.cgroups import CGROUP_ROOT, OWN_CGROUPS, limiting_directories
@@ -33,6 +34,13 @@ def check_fits_memory(key: str, num_bytes: int, usable_bytes: int) -> None:
     """Raises ConfigError where a configured size can never be had, before anything is reserved for it."""
     if num_bytes > usable_bytes:
         raise ConfigError(f"{key} is {num_bytes} bytes, there are {usable_bytes} bytes of memory to use in all")
+
+
+def give_back_freed() -> None:
+    """Returns to the kernel what this process has freed and its allocator keeps; where the allocator is glibc's."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def huge_page_bytes(mapped_path: str, smaps: Path = _SMAPS) -> int:

@@ -314,10 +314,12 @@ def _print_logs(follower: LogFollower) -> None:
 
 
 def _print_ready(stack: LocalStack, start_s: float) -> None:
-    info = stack.server_info()
-    kv = describe_kv(info, stack.model_info())
+    info, model = stack.server_info(), stack.model_info()
+    kv = describe_kv(info, model)
+    chosen = ", the faster by measurement" if stack.config.gpu.dtype == "auto" and info.device == "cpu" else ""
     err.print(f"[bold green]ready[/] on [bold]{stack.address}[/] after {start_s:.1f} s: {stack.config.model.name}")
-    err.print(f"  device {info.device}, {kv}, mode {stack.config.planner.mode}")
+    err.print(f"  device {info.device}, computes in {model.compute_dtype}{chosen}")
+    err.print(f"  {kv}, mode {stack.config.planner.mode}")
     if info.memory_use:
         for place, what in memory_rows(info.memory_use):
             err.print(f"  {place}: {what}", markup=False)

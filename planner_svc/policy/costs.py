@@ -8,7 +8,7 @@ the roofline of one layer, with operations that follow one another summed).
 from dataclasses import dataclass
 
 from planner_svc.policy.figures import DecoderFigures, LayerFigures
-from planner_svc.policy.machine import Processor
+from planner_svc.policy.machine import Machine, Processor
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +61,10 @@ def decode_attention_s(layer: LayerFigures, processor: Processor, num_decodes: f
     return num_decodes * layer.seen_tokens(context_tokens) * layer.kv_bytes_per_token / processor.kv_bytes_per_s
 
 
-def head_s(model: DecoderFigures, gpu: Processor, num_outputs: float) -> float:
+def head_s(model: DecoderFigures, machine: Machine, num_outputs: float) -> float:
     """Of the output head, which lies on the GPU."""
     if num_outputs <= 0:
         return 0.0
-    compute_s = gpu.linear.seconds(num_outputs, 2 * model.head_parameters)
-    return max(compute_s, model.head_bytes / gpu.bytes_per_s)
+    curve = machine.head or machine.gpu.linear
+    compute_s = curve.seconds(num_outputs, 2 * model.head_parameters)
+    return max(compute_s, model.head_bytes / machine.gpu.bytes_per_s)

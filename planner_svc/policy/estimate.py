@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from planner_svc.policy.figures import DecoderFigures
-from planner_svc.policy.lanes import Lane, Lanes, Segment
+from planner_svc.policy.lanes import Buffers, Lane, Lanes, Segment
 from planner_svc.policy.machine import Machine
-from planner_svc.policy.memory import MemoryUse, memory_use
+from planner_svc.policy.memory import MemoryUse, first_held, memory_use
 from planner_svc.policy.mix import RequestMix
 from planner_svc.policy.work import PhaseWork, decode_work, prefill_work
 from svc_common.policy import ExecutionPolicy, PolicyKind
@@ -85,9 +85,11 @@ class Timeline:
 class PolicyEstimator:
     """Of one model on one machine."""
 
-    def __init__(self, model: DecoderFigures, machine: Machine) -> None:
+    def __init__(self, model: DecoderFigures, machine: Machine, *, warm: bool = False) -> None:
+        """`warm`: prompts and decodes like these ran before, so that the buffers hold what those left."""
         self.model = model
         self.machine = machine
+        self._warm = warm
 
     def memory(self, policy: ExecutionPolicy, mix: RequestMix) -> MemoryUse:
         return memory_use(self.model, self.machine, policy, mix)
@@ -109,15 +111,26 @@ class PolicyEstimator:
             )
 
     def prefill(self, policy: ExecutionPolicy, mix: RequestMix, num_host_sequences: int) -> PhaseEstimate:
-        """Of all prompts, in iterations of equal size; before the first one no weights are under way."""
+        """Of all prompts, in iterations of equal size."""
         return self._phase(
             policy,
             policy.prefill_cpu_layers,
             mix.prefill_tokens,
             mix.num_prefill_iterations,
-            True,
+            self._buffers(policy),
             lambda groups: prefill_work(self.model, self.machine, policy, mix, num_host_sequences, groups),
         )
+
+    def _buffers(self, policy: ExecutionPolicy) -> Buffers:
+        """Before the first prompts. A prefill brings its first layers again while it ends; decodes that stream others
+        put those in their place, such as stream none leave them (gpu_svc/weight_stream.py).
+        """
+        if not self._warm:
+            return Buffers.EMPTY
+        if policy.prefill_cpu_layers == policy.decode_cpu_layers:
+            return Buffers.RUNNING
+        streams_decodes = first_held(self.model.num_layers, policy) > policy.decode_cpu_layers
+        return Buffers.EMPTY if streams_decodes else Buffers.FIRST
 
     def decode(self, policy: ExecutionPolicy, mix: RequestMix, num_host_sequences: int) -> PhaseEstimate:
         """Of all tokens but the first ones."""
@@ -126,7 +139,7 @@ class PolicyEstimator:
             policy.decode_cpu_layers,
             mix.num_sequences,
             mix.num_decode_iterations,
-            False,
+            Buffers.RUNNING,
             lambda groups: decode_work(self.model, self.machine, policy, mix, num_host_sequences, groups),
         )
 
@@ -157,25 +170,25 @@ class PolicyEstimator:
         cpu_layers: int,
         num_tokens: float,
         num_iterations: int,
-        counts_first: bool,
+        buffers: Buffers,
         make: Callable[[int], PhaseWork],
     ) -> PhaseEstimate:
         """With one group or, where both processors have layers and the batch can be halved, two: the faster.
 
-        `counts_first`: the first iteration fills the buffers, which no iteration before it has done.
+        `buffers`: before the first of its iterations.
         """
         num_layers = self.model.num_layers
         can_split = 0 < cpu_layers < num_layers and num_tokens >= 2
         best: PhaseEstimate | None = None
         for num_groups in (1, 2) if can_split else (1,):
             work = make(num_groups)
-            lanes = Lanes(work.iteration)
+            lanes = Lanes(work.iteration, buffers=buffers)
             first_s = settled_s = lanes.run()
             if work.iteration.first_held > cpu_layers:
                 ends = [lanes.run() for _ in range(_SETTLED)]
                 settled_s = ends[-1] - ends[-2]
             total_s = num_iterations * settled_s
-            if counts_first:
+            if buffers is not Buffers.RUNNING:
                 total_s += first_s - settled_s
             if best is None or total_s < best.total_s:
                 best = PhaseEstimate(

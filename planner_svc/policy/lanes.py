@@ -27,6 +27,14 @@ class Lane(Enum):
     DOWN = "link down"
 
 
+class Buffers(Enum):
+    """What the buffers hold before the first iteration."""
+
+    EMPTY = "nothing, and nothing is under way"
+    FIRST = "the layers that it needs first"
+    RUNNING = "what an iteration like it would have left"
+
+
 class Step(Enum):
     """What a segment of a lane is."""
 
@@ -88,7 +96,9 @@ class IterationWork:
 class Lanes:
     """The time at which each lane is free; iterations go through one after another."""
 
-    def __init__(self, work: IterationWork, records: list[Segment] | None = None) -> None:
+    def __init__(
+        self, work: IterationWork, records: list[Segment] | None = None, buffers: Buffers = Buffers.EMPTY
+    ) -> None:
         self._work = work
         self._records = records
         self._free = dict.fromkeys(Lane, 0.0)
@@ -99,7 +109,11 @@ class Lanes:
         self._arrivals: deque[float] = deque()
         self._end_s = 0.0
         for _ in range(2 if streamed else 0):
-            self._fetch(0.0)
+            if buffers is Buffers.EMPTY:
+                self._fetch(0.0)
+            else:
+                self._arrivals.append(0.0)
+                self._next = (self._next + 1) % len(streamed)
 
     def run(self) -> float:
         """One iteration; returns its end in seconds from the first one's start."""

@@ -94,6 +94,8 @@ class Machine:
     link: Link
     iteration_s: float = 0.0
     """Of an iteration beside its layers and head."""
+    head: RateCurve | None = None
+    """Of the output head and sampling, over the sequences that get a token; None: as other products on the GPU."""
 
 
 def _mean_rate(num_bytes: float, beside: float, alone_per_s: float, both_per_s: float) -> float:

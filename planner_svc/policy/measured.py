@@ -55,14 +55,14 @@ def measured_figures(model: DecoderFigures, memory: ServiceMemory) -> DecoderFig
 def measured_machine(tables: OperationTables, model: DecoderFigures, memory: ServiceMemory) -> Machine:
     """`model` by `measured_figures`. Raises ValueError where the tables know no layers on the CPU.
 
-    Times of linear operations are those of the tables between their points; attention counts by the rate of the
-    largest point measured.
+    Times of linear operations and the head are those of the tables between their points; attention counts by the rate
+    of the largest point measured.
     """
     if not (tables.linear and tables.cpu_linear):
         raise ValueError("the tables know no layers on the CPU")
     layer = model.layers[0]
     gpu = Processor(
-        linear=_curve(tables.linear, layer),
+        linear=_curve(tables.linear, layer.dense_parameters),
         attention_flops_per_s=_prompt_rate(tables.prefill, layer),
         bytes_per_s=inf,
         kv_bytes_per_s=_decode_rate(tables.gpu_decode, layer),
@@ -70,7 +70,7 @@ def measured_machine(tables: OperationTables, model: DecoderFigures, memory: Ser
         kv_bytes=memory.gpu_kv_bytes,
     )
     cpu = Processor(
-        linear=_curve(tables.cpu_linear, layer),
+        linear=_curve(tables.cpu_linear, layer.dense_parameters),
         attention_flops_per_s=_prompt_rate(tables.cpu_prefill, layer),
         bytes_per_s=inf,
         kv_bytes_per_s=_decode_rate(tables.cpu_decode, layer),
@@ -79,16 +79,17 @@ def measured_machine(tables: OperationTables, model: DecoderFigures, memory: Ser
     )
     link_per_s = tables.link_bytes_per_s or inf
     link = Link(link_per_s, link_per_s, link_per_s, tables.cpu_signal_s)
-    return Machine("this machine", gpu, cpu, link, tables.iteration_s)
+    head = _curve(tables.head, model.head_parameters) if tables.head else None
+    return Machine("this machine", gpu, cpu, link, tables.iteration_s, head)
 
 
-def _curve(points: Sequence[LinearPoint], layer: LayerFigures) -> RateCurve:
+def _curve(points: Sequence[LinearPoint], num_parameters: int) -> RateCurve:
     """More tokens never take less: a point above a later one was disturbed."""
     found: list[tuple[float, float]] = []
     least_s = inf
     for point in sorted(points, key=lambda point: point.num_tokens, reverse=True):
         least_s = min(least_s, point.seconds)
-        flop = 2 * layer.dense_parameters * point.num_tokens
+        flop = 2 * num_parameters * point.num_tokens
         found.append((point.num_tokens, flop / max(least_s, 1e-9)))
     return RateCurve(tuple(reversed(found)))
 

@@ -106,7 +106,7 @@ def _work(model: DecoderFigures, machine: Machine, policy: ExecutionPolicy, load
         kv_down_s=[num_bytes / num_groups / down_per_s for num_bytes in new],
         hidden_up_s=hidden_bytes / up_per_s,
         hidden_down_s=hidden_bytes / down_per_s,
-        head_s=head_s(model, machine.gpu, load.group.num_outputs),
+        head_s=head_s(model, machine, load.group.num_outputs),
     )
     iteration = IterationWork(
         num_layers=num_layers,

@@ -82,14 +82,24 @@ class CpuDecoder(AllResident):
         `head` is None where it is the embedding.
         """
         decoder = cls(spec, weight_dtype, instruction_set)
-        vocabulary = weight_memory(decoder.vocabulary_bytes)
-        decoder.pack_vocabulary(embedding, head, final_norm, vocabulary)
-        decoder.bind_vocabulary(vocabulary, positions)
+        decoder.take_vocabulary(embedding, head, final_norm, positions)
         for index, layer in enumerate(layers):
-            memory = weight_memory(decoder.layer_bytes[index])
-            decoder.pack_layer(index, layer, memory)
-            decoder.bind_layer(index, memory)
+            decoder.take_layer(index, layer)
         return decoder
+
+    def take_vocabulary(
+        self, embedding: Tensor, head: Tensor | None, final_norm: NormWeights, positions: Tensor | None
+    ) -> None:
+        """Packs a copy into memory of its own, and computes with it; arguments as of `packed`."""
+        memory = weight_memory(self.vocabulary_bytes)
+        self.pack_vocabulary(embedding, head, final_norm, memory)
+        self.bind_vocabulary(memory, positions)
+
+    def take_layer(self, index: int, layer: LayerWeights) -> None:
+        """The same for a layer."""
+        memory = weight_memory(self.layer_bytes[index])
+        self.pack_layer(index, layer, memory)
+        self.bind_layer(index, memory)
 
     def pack_layer(self, index: int, layer: LayerWeights, memory: Bytes) -> None:
         """`layer` in fp32, into zeroed memory of `layer_bytes[index]`. Binds nothing."""

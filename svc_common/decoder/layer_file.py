@@ -7,6 +7,7 @@ place and CRC. A file is written once, under another name until it is whole (lay
 """
 
 import json
+import logging
 import mmap
 import struct
 import zlib
@@ -27,6 +28,7 @@ from svc_common.decoder.cpu_decoder import CpuDecoder
 from svc_common.decoder.dtypes import DTYPES
 from svc_common.decoder.packing import Bytes
 from svc_common.model.spec import ModelSpec
+from svc_common.progress import Progress
 
 MAGIC = b"NEOFLEXW"
 VERSION = 1
@@ -37,6 +39,8 @@ PREFIX = struct.Struct("<8sIII")
 _CRC_BYTES = 32 * 2**20
 
 SPEC: TypeAdapter[ModelSpec] = TypeAdapter(ModelSpec)
+
+logger = logging.getLogger(__name__)
 
 
 class LayerFileError(Exception):
@@ -99,10 +103,12 @@ class LayerFile:
 
     def verify(self) -> None:
         """Reads every part. Raises LayerFileError naming the one that is not as it was written."""
+        progress = Progress(logger, f"checking {self.path.name}", self.num_bytes)
         with ThreadPoolExecutor(usable_cores()) as pool:
             for part, crc in zip(self._parts.values(), pool.map(self._crc, self._parts.values()), strict=True):
                 if crc != part.crc32:
                     raise LayerFileError(f"{self.path}: {part.name} is damaged")
+                progress.reached(part.offset + part.num_bytes)
 
     def decoder(
         self,

@@ -1,6 +1,5 @@
 """Finds a model's layer file, and writes it where there is none that can be used."""
 
-import fcntl
 import hashlib
 import json
 import logging
@@ -10,8 +9,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,11 +32,14 @@ from svc_common.decoder.layer_file import (
 )
 from svc_common.decoder.load import Loader
 from svc_common.decoder.packing import Bytes
+from svc_common.memory import give_back_freed
+from svc_common.model.layer_cache import PART_SUFFIX, SUFFIX, layers_dir, locked, note_use
 from svc_common.model.spec import ModelSpec
-from svc_common.model.store import ModelFiles, default_cache_dir
+from svc_common.model.store import ModelFiles
+from svc_common.progress import Progress
 
 _DIGEST_CHARS = 24
-_LOG_EVERY_S = 5.0
+_CPU = torch.device("cpu")
 
 logger = logging.getLogger(__name__)
 
@@ -58,19 +59,31 @@ def open_layer_file(
     vocabulary, in fp32, and one tensor of the checkpoint. Raises LayerFileError, CheckpointError, and
     ModelNotFoundError where the user has no cache directory.
     """
-    directory = directory or default_cache_dir() / "layers"
+    directory = directory or layers_dir()
     decoder = CpuDecoder(spec, dtype, instruction_set)
     source = _identity(files)
     path = directory / _file_name(files.name, source, decoder)
-    with _locked(directory):
+    with ExitStack() as stack:
         try:
-            return _checked(path, source)
-        except FileNotFoundError:
-            pass
-        except LayerFileError as error:
-            logger.warning("%s; it is written anew", error)
-        _write(path, source, decoder, Loader(checkpoint, spec, torch.float32, torch.device("cpu")))
-        return LayerFile(path)
+            stack.enter_context(locked(directory))
+        except OSError as error:
+            raise LayerFileError(f"{directory} cannot be used: {error.strerror}") from error
+        return _checked_or_written(path, source, decoder, Loader(checkpoint, spec, torch.float32, _CPU))
+
+
+def _checked_or_written(path: Path, source: Any, decoder: CpuDecoder, loader: Loader) -> LayerFile:
+    """Raises LayerFileError and CheckpointError."""
+    try:
+        file = _checked(path, source)
+        note_use(path)
+        return file
+    except FileNotFoundError:
+        pass
+    except LayerFileError as error:
+        logger.warning("%s; it is written anew", error)
+    _write(path, source, decoder, loader)
+    give_back_freed()
+    return LayerFile(path)
 
 
 def _identity(files: ModelFiles) -> list[list[Any]]:
@@ -84,22 +97,7 @@ def _file_name(model: str, source: Any, decoder: CpuDecoder) -> str:
     dtype = dtype_name(decoder.weight_dtype)
     facts = [VERSION, source, SPEC.dump_python(decoder.spec, mode="json"), dtype, decoder.packing]
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:_DIGEST_CHARS]
-    return f"{re.sub(r'[^A-Za-z0-9._-]', '_', model)}-{dtype}-{digest}.weights"
-
-
-@contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """One process at a time; the lock falls with the process."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(directory, os.O_RDONLY)
-    except OSError as error:
-        raise LayerFileError(f"{directory} cannot be used: {error.strerror}") from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
+    return f"{re.sub(r'[^A-Za-z0-9._-]', '_', model)}-{dtype}-{digest}{SUFFIX}"
 
 
 def _checked(path: Path, source: Any) -> LayerFile:
@@ -117,7 +115,7 @@ def _checked(path: Path, source: Any) -> LayerFile:
 
 
 def _write(path: Path, source: Any, decoder: CpuDecoder, loader: Loader) -> None:
-    for abandoned in path.parent.glob("*.part"):  # Nobody else writes while the lock is held.
+    for abandoned in path.parent.glob(f"*{PART_SUFFIX}"):  # Nobody else writes while the lock is held.
         abandoned.unlink()
     parts = _parts(source, decoder)
     total = parts[-1].offset + parts[-1].num_bytes
@@ -125,7 +123,7 @@ def _write(path: Path, source: Any, decoder: CpuDecoder, loader: Loader) -> None
     started_s = time.monotonic()
     logger.info("packing the weights once, %d bytes, into %s", total, path)
     try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
+        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=PART_SUFFIX, delete=False) as file:
             part_path = Path(file.name)
             try:
                 os.posix_fallocate(file.fileno(), 0, total)  # A mapped file must not run out of disk.
@@ -174,14 +172,12 @@ def _fill(descriptor: int, total: int, parts: list[Part], source: Any, decoder: 
     spec = decoder.spec
     with mmap.mmap(descriptor, total, mmap.MAP_SHARED) as mapped:
         whole = np.frombuffer(mapped, np.uint8)
-        logged_s, done = time.monotonic(), []
+        progress, done = Progress(logger, "packing weights", total), []
         for part in parts:
             memory = whole[part.offset : part.offset + part.num_bytes]
             _pack(part.name, decoder, loader, memory)
             done.append(replace(part, crc32=crc32_of(memory)))
-            if time.monotonic() - logged_s > _LOG_EVERY_S:
-                logged_s = time.monotonic()
-                logger.info("packed %s, %.0f %%", part.name, 100 * (part.offset + part.num_bytes) / total)
+            progress.reached(part.offset + part.num_bytes)
         header = header_bytes(source, spec, dtype_name(decoder.weight_dtype), decoder.packing, done)
         assert len(header) <= parts[0].offset
         whole[: len(header)] = np.frombuffer(header, np.uint8)

@@ -1,5 +1,6 @@
 """Makes the decoder of a device from a checkpoint: checks each tensor, casts it, fuses what is read together."""
 
+import logging
 from collections.abc import Iterator
 
 import torch
@@ -11,7 +12,11 @@ from svc_common.decoder.decoder import Decoder
 from svc_common.decoder.names import names_of
 from svc_common.decoder.torch_decoder import TorchDecoder
 from svc_common.decoder.weights import DecoderWeights, ExpertsWeights, LayerWeights, MlpWeights, NormWeights
+from svc_common.memory import give_back_freed
 from svc_common.model.spec import ExpertsSpec, ModelSpec
+from svc_common.progress import Progress
+
+logger = logging.getLogger(__name__)
 
 
 def load_decoder(checkpoint: Checkpoint, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Decoder:
@@ -23,15 +28,18 @@ def load_decoder(checkpoint: Checkpoint, spec: ModelSpec, dtype: torch.dtype, de
     if device.type != "cpu":
         return TorchDecoder(spec, load_weights(checkpoint, spec, dtype, device))
     loader = Loader(checkpoint, spec, torch.float32, device)
-    return CpuDecoder.packed(
-        spec,
-        dtype,
-        embedding=loader.embedding(),
-        layers=loader.layers(),
-        final_norm=loader.final_norm(),
-        head=None if spec.tie_embeddings else loader.head(),
-        positions=loader.positions(),
+    decoder = CpuDecoder(spec, dtype)
+    # No name is given to what is read: it goes as soon as it is packed.
+    decoder.take_vocabulary(
+        loader.embedding(), None if spec.tie_embeddings else loader.head(), loader.final_norm(), loader.positions()
     )
+    give_back_freed()  # Of the embedding, which took more than a layer does.
+    progress = Progress(logger, "loading layers", spec.num_layers)
+    for index in range(spec.num_layers):
+        decoder.take_layer(index, loader.layer(index))
+        progress.reached(index + 1)
+    give_back_freed()
+    return decoder
 
 
 def load_weights(checkpoint: Checkpoint, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> DecoderWeights:
@@ -78,7 +86,10 @@ class Loader:
         return self._norm(self._names.final_norm)
 
     def layers(self) -> Iterator[LayerWeights]:
-        return map(self.layer, range(self._spec.num_layers))
+        progress = Progress(logger, "loading layers", self._spec.num_layers)
+        for index in range(self._spec.num_layers):
+            yield self.layer(index)
+            progress.reached(index + 1)
 
     def layer(self, index: int) -> LayerWeights:
         return _LayerLoader(self, self._spec, index).load()

@@ -6,7 +6,9 @@ neoflex model fetch gemma-3-270m
 import asyncio
 
 import pytest
+from support.policy_pairs import serve_under_every_pair
 from support.reference import Reference, Verdict
+from support.steering import steered_stack
 
 from neoflex import AsyncClient
 from neoflex.supervisor import LocalStack
@@ -72,3 +74,12 @@ def test_tokens_equal_transformers(mode, gpu_kv, host_kv, start, reference, prom
     assert verdict.mismatches == []
     attended = stack.server_info().counters.cpu_attended_tokens
     assert attended > 600 if mode == "asymmetric" else attended == 0
+
+
+def test_tokens_under_every_pair_of_policies_and_each_change(reference, prompts):
+    """Windows and two kinds of rotary embedding in layers on either processor."""
+    planner = {"max_batch_tokens": 256, "max_sequence_tokens": 1024}
+    tiers = {"gpu": {"kv_bytes": "32MiB"}, "cpu_attn": {"kv_bytes": "128MiB"}}
+    with steered_stack(model={"source": MODEL}, planner=planner, **tiers) as steered:
+        verdict = serve_under_every_pair(steered, 18, reference, prompts)
+    assert verdict.mismatches == []

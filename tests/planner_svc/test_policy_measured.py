@@ -45,7 +45,7 @@ def estimator(num_layers: int = 6) -> PolicyEstimator:
 def test_times_are_those_of_the_tables():
     mix = RequestMix(100, 2, 1, 1000)
     found = estimator().predict(ExecutionPolicy(6), mix)
-    head_s = 0.01  # Of as many weights as a layer has.
+    head_s = 0.005
     attention_s = 101 * 0.02 / 4000
     assert found.decode.iteration_s == pytest.approx(6 * (0.01 + attention_s) + head_s + 0.003)
     assert found.prefill.iteration_s == pytest.approx(6 * (0.03 + 0.01) + head_s + 0.003)
@@ -84,3 +84,26 @@ def test_without_layers_on_the_cpu_there_is_no_machine():
     tables = OperationTables((LinearPoint(1, 0.1),), (), (), (), (), 0.0, 0.0)
     with pytest.raises(ValueError, match="know no layers on the CPU"):
         measured_machine(tables, figures, MEMORY)
+
+
+# Streaming binds: 0.55 s a layer, which is computed in 0.04 s. After the last one has come it and the two resident ones
+# are computed, the head and the rest.
+AFTER_S = 3 * 0.04 + 0.005 + 0.003
+COLD_S = 4 * 0.55 + AFTER_S
+
+
+@pytest.mark.parametrize(
+    ("policy", "warm_s"),
+    [
+        (ExecutionPolicy(2), 4 * 0.55),  # Decodes stream the same: the link never rests.
+        (ExecutionPolicy(2, 0, 4), 0.04 + 2 * 0.55 + AFTER_S),  # They stream none: two layers are still there.
+        (ExecutionPolicy(2, 0, 2), COLD_S),  # They stream others.
+    ],
+)
+def test_prompts_find_in_the_buffers_what_was_left_there(policy, warm_s):
+    figures = measured_figures(model(6), MEMORY)
+    machine = measured_machine(TABLES, figures, MEMORY)
+    mix = RequestMix(100, 2, 1, 1000)
+    cold, warm = (PolicyEstimator(figures, machine, warm=warm).predict(policy, mix).ttft_s for warm in (False, True))
+    assert cold == pytest.approx(COLD_S)
+    assert warm == pytest.approx(warm_s)

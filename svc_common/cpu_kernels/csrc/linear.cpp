@@ -101,7 +101,9 @@ std::byte* WeightArena::allocate(std::size_t num_bytes) {
         return part;
     }
     if (chunks_.empty() || used_ + num_bytes > chunks_.back().num_bytes) {
-        const std::size_t wanted = std::max(round_up(num_bytes, huge_page_bytes), chunk_bytes);
+        // What is large gets its own, so that a layer takes what it needs and no chunk.
+        const bool is_large = num_bytes > chunk_bytes / 16;
+        const std::size_t wanted = is_large ? round_up(num_bytes, huge_page_bytes) : chunk_bytes;
         void* data = mmap(nullptr, wanted, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (data == MAP_FAILED) throw std::bad_alloc();
         madvise(data, wanted, MADV_HUGEPAGE);
