@@ -40,7 +40,7 @@ model: $(VENV)/.runtime # The default model, in the user's cache directory
 	@$(BIN)/neoflex model fetch
 
 unit: $(VENV)/.dev model ## Tests of one module each
-	$(BIN)/pytest tests --ignore tests/integration --ignore tests/clients --ignore tests/console
+	$(BIN)/pytest tests --numprocesses 2 --dist loadfile --ignore tests/integration --ignore tests/clients --ignore tests/console
 
 integration: $(VENV)/.dev model ## Tests with the real services and the real model
 	$(BIN)/pytest tests/integration -rP
@@ -85,8 +85,8 @@ bench-overlap: $(VENV)/.dev model ## Pipelined iteration time over the longer si
 bench-planner: $(VENV)/.dev ## Rates that keep targets, bursts and the cost of a plan, simulated
 	$(BIN)/python benchmarks/planner.py
 
-bench-planner-full: $(VENV)/.dev ## The same on every machine and workload, beside every baseline: takes hours
-	$(BIN)/python benchmarks/planner.py --full
+bench-planner-full: $(VENV)/.dev ## The same on every machine and workload, beside every baseline: hours; goes on where it was interrupted
+	$(BIN)/python benchmarks/planner.py --full --jobs $$(nproc) --cells build/sweep-$$(git rev-parse --short HEAD).jsonl
 
 bench-baselines: $(VENV)/.dev ## The simulator's baselines beside their published figures
 	$(BIN)/python benchmarks/baselines.py

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,8 +65,9 @@ class PacedExecutor:
     def profile(self) -> Tables:
         return self._tables
 
-    def run(self, plan: IterationPlan, received_ns: int) -> IterationResult:
+    def run(self, plan: IterationPlan, received_ns: int, begun: Callable[[], None]) -> IterationResult:
         start_s = time.perf_counter()
+        begun()
         seconds, result = self._played.run(plan)
         time.sleep(max(0.0, start_s + seconds - time.perf_counter()))
         return result

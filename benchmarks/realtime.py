@@ -2,11 +2,12 @@
 
 Requests arrive as a Poisson process at shares of the rate that the simulator says a burst is served at. The simulator
 has the serving scheduler, the order of events, the operations' tables from the start of the stack, and what the running
-planner has learned of them from other requests, in a warm-up: its factor for each part of an iteration, as `neoflex
-status` shows them. That is needed because the tables are measured with the machine to themselves, while planner and
-client take turns with the executor on the processor's cores; each row also says what the tables alone give. Nobody
-tells the simulator what the requests that count took. A second pass replaces the real executor by one that sleeps for
-what the tables say: what then differs is what the simulator leaves out, not what the tables got wrong.
+planner has learned of them from other requests, in a warm-up and in the runs before: its factor for each part of an
+iteration, as `neoflex status` shows them, on average. That is needed because the tables are measured with the machine
+to themselves, while planner and client take turns with the executor on the processor's cores, and because a shared
+machine's speed changes from minute to minute; each row also says what the tables alone give. Nobody tells the simulator
+what the requests that count took. A second pass replaces the real executor by one that sleeps for what the tables say:
+what then differs is what the simulator leaves out, not what the tables got wrong.
 
     python benchmarks/realtime.py [--shares 0.5,0.9] [--requests 40] [--rounds 2] [--mode auto] [--publish]
 """
@@ -55,6 +56,7 @@ _NO_TARGETS = Targets(1e9, 1e9)
 _LATENCY_LIMIT, _THROUGHPUT_LIMIT = 0.15, 0.10
 _WARM_UP = 16
 """Requests before those that count: some 300 iterations, from which the planner learns."""
+_SAMPLE_EVERY_S = 0.25
 _WARM_UP_SHARE = 0.7
 """Of capacity, by the tables alone: the rate at which they arrive."""
 
@@ -64,6 +66,8 @@ class Outcome:
     """Of one run, as in Metrics."""
 
     ttft_p50: float
+    server_ttft_p50: float
+    """By the planner's clock, from the call to the token on its way out."""
     tpot_p50: float
     thr_makespan: float
 
@@ -149,20 +153,42 @@ class Simulator:
 # --- the real stack
 
 
-def learned_by(stack: LocalStack) -> Factors:
-    """What its planner has learned so far."""
-    factors = stack.server_info().calibration
-    assert factors is not None  # It has served.
-    learned = Factors(**asdict(factors))
-    print("learned in the warm-up:", learned)
-    return learned
+class Learned:
+    """What a running planner believes of the executor: the mean over what it said while it served.
+
+    At a moment it is what about the last ten iterations taught, right for the next one; a round has hundreds.
+    """
+
+    def __init__(self) -> None:
+        self._samples: list[Factors] = []
+
+    async def watch(self, client: AsyncClient) -> None:
+        """To be cancelled."""
+        while True:
+            await asyncio.sleep(_SAMPLE_EVERY_S)
+            if (factors := (await client.server_info()).calibration) is not None:
+                self._samples.append(Factors(**asdict(factors)))
+
+    def factors(self) -> Factors:
+        """So far; those of the tables where nobody was watched. Of further pools the check has none."""
+        names = [name for name in asdict(Factors()) if name != "further_pools"]
+        samples = self._samples or [Factors()]
+        learned = {name: statistics.fmean(getattr(sample, name) for sample in samples) for name in names}
+        print(f"learned in {len(self._samples)} samples:", {name: round(value, 3) for name, value in learned.items()})
+        return Factors(**learned)
 
 
-async def serve(address: str, arrivals: Sequence[Arrival], vocab_size: int) -> Outcome:
-    """Each request is sent when it arrives, whatever became of those before."""
+async def serve(
+    address: str, arrivals: Sequence[Arrival], vocab_size: int, salt: str, learned: Learned | None = None
+) -> Outcome:
+    """Each request is sent when it arrives, whatever became of those before.
+
+    `salt`: of this run, so that it finds nothing of another's in the prefix cache, which the simulator has not.
+    """
     generator = random.Random(0)
     prompts = [[generator.randrange(100, vocab_size) for _ in range(item.prompt_tokens)] for item in arrivals]
     ttfts: list[float] = []
+    server_ttfts: list[float] = []
     tpots: list[float] = []
     ends: list[float] = []
 
@@ -171,65 +197,117 @@ async def serve(address: str, arrivals: Sequence[Arrival], vocab_size: int) -> O
         await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
         first_s = last_s = 0.0
         stream = client.stream(
-            token_ids=prompt, max_tokens=arrival.output_tokens, ignore_eos=True, temperature=1.0, seed=0
+            token_ids=prompt,
+            max_tokens=arrival.output_tokens,
+            ignore_eos=True,
+            temperature=1.0,
+            seed=0,
+            cache_salt=salt,
         )
         async for delta in stream:
             if delta.token_ids:
                 last_s = time.perf_counter()
                 first_s = first_s or last_s
+        assert stream.usage is not None
+        assert stream.usage.cached_tokens == 0
         ttfts.append(first_s - due_s)
+        server_ttfts.append(stream.usage.time_to_first_token_s)
         tpots.append((last_s - first_s) / (arrival.output_tokens - 1))
         ends.append(last_s)
 
     async with AsyncClient(address) as client:
+        watching = asyncio.create_task(learned.watch(client)) if learned else None
         start_s = time.perf_counter()
         await asyncio.gather(*(one(client, *both) for both in zip(arrivals, prompts, strict=True)))
-    return Outcome(statistics.median(ttfts), statistics.median(tpots), len(arrivals) / (max(ends) - start_s))
+        if watching:
+            watching.cancel()
+    duration_s = max(ends) - start_s
+    return Outcome(*map(statistics.median, (ttfts, server_ttfts, tpots)), len(arrivals) / duration_s)
 
 
 # --- side by side
 
 
-def rows(what: str, rate: float, simulated: Metrics, told: Metrics, rounds: Sequence[Outcome]) -> Iterator[Row]:
-    """Real over simulated, medians over the rounds. `told`: simulated by the tables alone."""
+@dataclass(frozen=True)
+class Round:
+    """The same requests in reality and on paper."""
+
+    real: Outcome
+    simulated: Metrics
+    told: Metrics
+    """By the tables alone."""
+
+    def ratio(self, name: str) -> float:
+        """Real over simulated, of one of Outcome's figures."""
+        return float(getattr(self.real, name) / getattr(self.simulated, name))
+
+
+def rows(what: str, rate: float, rounds: Sequence[Round]) -> Iterator[Row]:
+    """Medians over the rounds."""
     for name, quantity, unit, factor, limit in (
         ("ttft_p50", "TTFT p50", "ms", 1e3, _LATENCY_LIMIT),
         ("tpot_p50", "TPOT p50", "ms", 1e3, _LATENCY_LIMIT),
         ("thr_makespan", "throughput", "req/s", 1.0, _THROUGHPUT_LIMIT),
     ):
-        real, predicted = statistics.median(getattr(each, name) for each in rounds), getattr(simulated, name)
-        detail = f"real {real * factor:.3g} {unit}, simulated {predicted * factor:.3g}, ratio {real / predicted:.3f}"
-        if told is not simulated:
-            detail += f"; by the tables alone {getattr(told, name) * factor:.3g}"
-        where = f"{what}, {rate:.2f} req/s: {quantity}"
-        yield Row(where, abs(real / predicted - 1), "|real / simulated - 1|", limit, False, detail)
+        ratio = statistics.median(each.ratio(name) for each in rounds)
+        real, simulated, told = (
+            factor * statistics.median(getattr(getattr(each, side), name) for each in rounds)
+            for side in ("real", "simulated", "told")
+        )
+        detail = f"real {real:.3g} {unit}, simulated {simulated:.3g}, ratio {ratio:.3f}"
+        if name == "ttft_p50":
+            detail += f"; by the planner's clock {statistics.median(e.real.server_ttft_p50 for e in rounds) * 1e3:.3g}"
+        if told != simulated:
+            detail += f"; by the tables alone {told:.3g}"
+        yield Row(
+            f"{what}, {rate:.2f} req/s: {quantity}", abs(ratio - 1), "|real / simulated - 1|", limit, False, detail
+        )
+
+
+def compare(
+    address: str,
+    vocab_size: int,
+    loads: Sequence[Sequence[Arrival]],
+    shares: Sequence[float],
+    tables: Simulator,
+    learned: Learned | None,
+) -> Iterator[tuple[float, float, list[Round]]]:
+    """Share, rate and rounds. `loads`: of each round, at one request a second; in a round the shares take turns.
+
+    `learned`: all that the simulator is told beside the tables, as far as it goes when a run begins.
+    """
+    rates = [share * tables.run(loads[0], 0.0).thr_makespan for share in shares]
+    rounds: list[list[Round]] = [[] for _ in rates]
+    for number, load in enumerate(loads):
+        for rate, of_rate in zip(rates, rounds, strict=True):
+            simulator = tables.calibrated(learned.factors()) if learned else tables
+            arrivals, salt = at_rate(load, rate), f"{number} at {rate}"
+            real = asyncio.run(serve(address, arrivals, vocab_size, salt, learned))
+            of_rate.append(Round(real, simulator.run(load, rate), tables.run(load, rate)))
+    return zip(shares, rates, rounds, strict=True)
 
 
 def measure(args: argparse.Namespace) -> list[Row]:
     spec = read_spec(resolve(args.model))
-    arrivals = workload(args.requests, args.seed)
+    loads = [workload(args.requests, args.seed + number) for number in range(args.rounds)]
     longest_tokens = _PROMPT_TOKENS[1] + _ANSWER_TOKENS[1] + 16
     num_kv_tokens = args.requests * longest_tokens // 2
     table: list[Row] = []
 
-    def compare(what: str, simulator: Simulator, tables: Simulator, address: str, share: float) -> None:
-        rate = share * simulator.run(arrivals, 0.0).thr_makespan
-        simulated = simulator.run(arrivals, rate)
-        told = simulated if tables is simulator else tables.run(arrivals, rate)
-        rounds = [asyncio.run(serve(address, at_rate(arrivals, rate), spec.vocab_size)) for _ in range(args.rounds)]
-        table.extend(rows(f"{what}, {share:.0%} of capacity", rate, simulated, told, rounds))
+    def at_shares(what: str, address: str, tables: Simulator, learned: Learned | None) -> None:
+        for share, rate, rounds in compare(address, spec.vocab_size, loads, args.shares, tables, learned):
+            table.extend(rows(f"{what}, {share:.0%} of capacity", rate, rounds))
 
     with running(
         args.mode, num_kv_tokens, _GPU_SHARE, longest_tokens, "auto", model=args.model, dtype=args.dtype
     ) as stack:
         tables = tables_of(stack)
         told = Simulator(stack, tables, args.mode, spec.num_layers)
-        warm_up = workload(_WARM_UP, args.seed + 1)
-        warm_up_rate = _WARM_UP_SHARE * told.run(arrivals, 0.0).thr_makespan
-        asyncio.run(serve(stack.address, at_rate(warm_up, warm_up_rate), spec.vocab_size))
-        simulator = told.calibrated(learned_by(stack))
-        for share in args.shares:
-            compare("real stack", simulator, told, stack.address, share)
+        warm_up = workload(_WARM_UP, args.seed + args.rounds)
+        warm_up_rate = _WARM_UP_SHARE * told.run(warm_up, 0.0).thr_makespan
+        learned = Learned()
+        asyncio.run(serve(stack.address, at_rate(warm_up, warm_up_rate), spec.vocab_size, "warm-up", learned))
+        at_shares("real stack", stack.address, told, learned)
         counters = stack.server_info().counters
         config = stack.config
     print(f"iterations: {counters.gpu_only_iterations} on the GPU alone, {counters.asymmetric_iterations} asymmetric")
@@ -237,8 +315,7 @@ def measure(args: argparse.Namespace) -> list[Row]:
     shape = KvShape.of(spec, alone.capacity.block_tokens, torch.bfloat16)
     executor = PacedExecutor(alone.executor(), tables_from_json(tables), shape, alone.capacity.gpu_blocks)
     with paced(config, executor) as address:
-        for share in args.shares:
-            compare("executor that sleeps", alone, alone, address, share)
+        at_shares("executor that sleeps", address, alone, None)
     return table
 
 
@@ -256,8 +333,9 @@ def main() -> None:
     about = (
         f"{args.requests} requests of {_PROMPT_TOKENS[0]} to {_PROMPT_TOKENS[1]} tokens with answers of "
         f"{_ANSWER_TOKENS[0]} to {_ANSWER_TOKENS[1]}, Poisson arrivals, mode {args.mode}; shares of the rate at which "
-        f"the simulator serves them as a burst. The simulator runs on the tables of the start as calibrated by the "
-        f"running planner in a warm-up of {_WARM_UP} other requests. Medians over {args.rounds} rounds."
+        f"the simulator serves them as a burst by the tables alone. The simulator runs on the tables of the start, "
+        f"multiplied by what the running planner has learned of other requests, on average until a run begins: at "
+        f"first in a warm-up of {_WARM_UP}. Medians over {args.rounds} rounds, each with requests of its own."
     )
     publish("realtime", "Simulator against real time", "make bench-realtime", about, table, args.publish)
 

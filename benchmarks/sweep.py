@@ -4,7 +4,8 @@ Conversations arrive with targets at rates around what the policies sustain, and
 everything comes as a burst without targets, too, and is judged by throughput over the whole run. A request that the
 GPU alone cannot hold is left out for all of them.
 
-A full sweep takes hours of one core. With a file of cells it can be interrupted: what is there is not simulated again.
+A full sweep takes hours of one core. With a file of cells it can be interrupted: what is there is not simulated again,
+so a file belongs to one commit and one number of requests.
 """
 
 import json
@@ -103,7 +104,7 @@ def cells(spec: Path, profiles: Sequence[str], num_requests: int, num_jobs: int,
             found += fresh
             if kept is not None:
                 with kept.open("a") as file:
-                    file.writelines(json.dumps(asdict(cell)) + "\n" for cell in fresh)
+                    file.write("".join(json.dumps(asdict(cell)) + "\n" for cell in fresh))
     order = [(profile, load) for profile in profiles for load in BURSTS]
     found = [cell for cell in found if (cell.profile, cell.workload) in order]
     return sorted(found, key=lambda cell: (order.index((cell.profile, cell.workload)), cell.rate))
@@ -144,9 +145,14 @@ def _cell(case: _Case, profile: Profile, arrivals: Sequence[Arrival], rate: floa
 
 
 def _read(kept: Path | None) -> list[Cell]:
-    if kept is None or not kept.exists():
+    """What an interrupted sweep left; a line that it did not finish is cut off."""
+    if kept is None:
         return []
-    return [Cell(**json.loads(line)) for line in kept.read_text().splitlines()]
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    text = kept.read_text() if kept.exists() else ""
+    whole = text[: text.rfind("\n") + 1]
+    kept.write_text(whole)
+    return [Cell(**json.loads(line)) for line in whole.splitlines()]
 
 
 def rows(found: Sequence[Cell]) -> Iterator[Row]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from cpu_attn_svc.session import RegionSession
 from svc_common.config import ConfigError, CpuAttnConfig
 from svc_common.cpu_kernels import ThreadPool, choose_instruction_set
-from svc_common.memory import check_fits_memory, huge_page_bytes, usable_memory_bytes
+from svc_common.memory import check_fits_memory, huge_page_bytes, size_text, usable_memory_bytes
 from svc_common.security.sockets import group_id
 from svc_common.tensor_plane import RegionShape, Segment, remove_stale_segments
 
@@ -135,6 +135,13 @@ class AttentionHost:
         self._session = session
         region = segment.region
         logger.info(
+            "KV pool of %s, %s with what is exchanged, in %s; this process may take %s of memory",
+            size_text(region.pool_bytes),
+            size_text(region.region_bytes),
+            self._config.segment_dir,
+            size_text(usable_memory_bytes()),
+        )
+        logger.info(
             "epoch %d: %d blocks, %d bytes, %d of them in huge pages, %s",
             epoch,
             region.num_blocks,
@@ -154,6 +161,24 @@ class AttentionHost:
             return
         self._layers = None  # Not two at a time.
         self._layers = CpuLayers.load(self._model_source, num_layers, wanted, self._threads)
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether an executor has the region mapped."""
+        session = self._session
+        return session is not None and session.is_open and session.is_attached
+
+    def wait_released(self, timeout_s: float) -> None:
+        """Returns once no executor has the region mapped, or when time is up."""
+        session = self._session
+        if session is not None and session.is_attached:
+            session.wait(timeout_s)
+
+    @property
+    def computing_s(self) -> float:
+        """For how long it has been computing in a single layer; 0 while it waits or is idle."""
+        session = self._session
+        return session.computing_s if session else 0.0
 
     def close_region(self) -> None:
         """Gives up what runs."""

@@ -7,7 +7,7 @@ import os
 from cpu_attn_svc.host import AttentionHost, LayersUnavailableError, WantedLayers
 from neoflex.v1 import cpu_attention_pb2 as pb
 from neoflex.v1 import cpu_attention_pb2_grpc
-from svc_common.errors import FieldViolation, failed_precondition, invalid_argument, invalid_arguments
+from svc_common.errors import FieldViolation, failed_precondition, invalid_argument, invalid_arguments, unavailable
 from svc_common.tensor_plane import PlaneError, RegionShape
 
 _EXCHANGE_DTYPES = ("fp32", "bf16", "fp16")
@@ -29,11 +29,15 @@ class CpuAttentionServicer(cpu_attention_pb2_grpc.CpuAttentionServiceServicer):
     def __init__(self, host: AttentionHost) -> None:
         self._host = host
         self._changing = asyncio.Lock()
+        self.is_stopping = False
+        """Told to: opens no region any more, and says so."""
 
     async def OpenRegion(self, request: pb.OpenRegionRequest, context: object) -> pb.OpenRegionResponse:
         shape = region_shape(request)
         wanted = WantedLayers(request.weight_dtype, request.model_digest) if shape.num_cpu_layers else None
         async with self._changing:
+            if self.is_stopping:
+                raise unavailable("STOPPING", "the service has been told to stop")
             try:
                 opened = await asyncio.to_thread(self._host.open_region, request.epoch, shape, wanted)
             except PlaneError as error:
@@ -71,6 +75,7 @@ class CpuAttentionServicer(cpu_attention_pb2_grpc.CpuAttentionServiceServicer):
             iterations=status.iterations,
             pid=os.getpid(),
             huge_page_bytes=status.huge_page_bytes,
+            stopping=self.is_stopping,
         )
 
 

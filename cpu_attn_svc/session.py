@@ -46,6 +46,8 @@ class RegionSession:
         """By the executor's last descriptor."""
         self.iterations: int = 0
         """Computed so far."""
+        self.is_attached = False
+        """Whether an executor has been seen to map the region."""
         self._layers = layers
         self._max_tokens = segment.shape.max_tokens
         runner = layers.runner(segment, instruction_set, threads) if layers else None
@@ -72,6 +74,16 @@ class RegionSession:
     def is_open(self) -> bool:
         return self._worker is not None
 
+    @property
+    def computing_s(self) -> float:
+        """For how long it has been computing in a single layer; 0 while it waits or is idle."""
+        worker = self._worker
+        return worker.computing_ns / 1e9 if worker else 0.0
+
+    def wait(self, timeout_s: float) -> None:
+        """Returns when the executor has ended or closed the region, or when time is up."""
+        self._thread.join(timeout_s)
+
     def close(self) -> None:
         """Gives up what runs and frees the region. Returns when the thread has ended."""
         self._stop.set()
@@ -84,6 +96,7 @@ class RegionSession:
         try:
             has_names = True
             while not self._stop.is_set():
+                self.is_attached = self.is_attached or segment.region.is_attached
                 if self._socket.poll(_IDLE_CHECK_MS):
                     message = self._socket.recv()
                     if has_names:  # Not before: who has mapped the region may still be about to connect.
@@ -93,7 +106,7 @@ class RegionSession:
                 elif segment.region.is_closed:
                     logger.info("the executor closed the region of epoch %d", self.epoch)
                     return
-                elif segment.region.is_attached and not segment.region.peer_alive():
+                elif self.is_attached and not segment.region.peer_alive():
                     logger.warning("the executor of epoch %d is gone", self.epoch)
                     return
         except PlaneError as error:

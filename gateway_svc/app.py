@@ -7,8 +7,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from gateway_svc import door
+from gateway_svc.access_log import AccessLog
 from gateway_svc.console.routes import Console
 from gateway_svc.door import Door
+from gateway_svc.drain import Drain
 from gateway_svc.errors import ApiError
 from gateway_svc.metrics import Metrics
 from gateway_svc.planner import Planner
@@ -20,11 +22,11 @@ from svc_common.security.api_keys import ApiKeys
 _SHOWN_HEADERS = ("x-request-id", "x-warning", "retry-after")
 
 
-def make_app(config: GatewayConfig, planner: Planner) -> ASGIApp:
+def make_app(config: GatewayConfig, planner: Planner, drain: Drain, access: AccessLog) -> ASGIApp:
     """Raises ConfigError."""
     keys = ApiKeys("gateway.api_keys_file", config.api_keys_file) if config.api_keys_file else None
     metrics = Metrics()
-    table = Routes(planner, metrics, config.max_body_bytes).table
+    table = Routes(planner, metrics, config.max_body_bytes, drain).table
     open_table: list[Route] = []
     if config.console:
         console = Console(planner)
@@ -39,7 +41,7 @@ def make_app(config: GatewayConfig, planner: Planner) -> ASGIApp:
             Exception: door.on_bug,
         },
     )
-    app = Door(app, metrics, keys, {route.path for route in table}, {route.path for route in open_table})
+    app = Door(app, metrics, keys, drain, access, {route.path for route in table}, {route.path for route in open_table})
     if config.cors_origins:
         app = CORSMiddleware(
             app,

@@ -14,6 +14,7 @@ from gateway_svc.body import Strict, read_body
 from gateway_svc.chat_body import ChatBody
 from gateway_svc.completion_body import CompletionBody
 from gateway_svc.context import read_headers
+from gateway_svc.drain import Drain
 from gateway_svc.errors import ApiError, planner_errors
 from gateway_svc.metrics import Metrics, Outcome
 from gateway_svc.planner import Model, Planner
@@ -28,8 +29,9 @@ _Body = TypeVar("_Body", bound=Strict)
 class Routes:
     """The handlers. `request.state` has `outcome` and `request_id`, by the Door."""
 
-    def __init__(self, planner: Planner, metrics: Metrics, max_body_bytes: int) -> None:
+    def __init__(self, planner: Planner, metrics: Metrics, max_body_bytes: int, drain: Drain) -> None:
         self._planner = planner
+        self._drain = drain
         self._metrics = metrics
         self._answering = Answering(planner, metrics)
         self._max_body_bytes = max_body_bytes
@@ -97,7 +99,7 @@ class Routes:
         return _json({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        if await self._planner.is_ready():
+        if not self._drain.has_begun and await self._planner.is_ready():
             return _json({"status": "ok"})
         raise ApiError(
             503, "the server is not ready", kind="service_unavailable_error", code="not_ready", retry_after_s=1

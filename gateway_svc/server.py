@@ -9,7 +9,9 @@ from pathlib import Path
 import uvicorn
 
 from gateway_svc.access import Access
+from gateway_svc.access_log import AccessLog
 from gateway_svc.app import make_app
+from gateway_svc.drain import Drain
 from gateway_svc.planner import Planner
 from svc_common.config import GatewayConfig
 from svc_common.grpc_server import ListenError
@@ -41,17 +43,25 @@ class GatewayServer:
     """Started once, stopped once."""
 
     def __init__(
-        self, config: GatewayConfig, planner_address: str, grace_s: float, *, access: Access | None = None
+        self,
+        config: GatewayConfig,
+        planner_address: str,
+        grace_s: float,
+        has_access_log: bool = True,
+        *,
+        access: Access | None = None,
     ) -> None:
         """Running answers may go on for `grace_s` after `stop`. Raises ConfigError."""
         access = access or Access()
         self._planner = Planner(planner_address, access.tls, access.planner_key)
+        self._drain = Drain()
+        self._grace_s = grace_s
         self._listen = config.listen
         self._socket_group = access.socket_group
         context = access.https.ssl_context(config.client_certificates) if access.https else None
         self.address = config.listen
         settings = uvicorn.Config(
-            make_app(config, self._planner),
+            make_app(config, self._planner, self._drain, AccessLog(has_access_log)),
             lifespan="off",
             log_config=None,
             log_level="warning",
@@ -59,7 +69,7 @@ class GatewayServer:
             server_header=False,
             proxy_headers=False,
             timeout_keep_alive=_KEEP_ALIVE_S,
-            timeout_graceful_shutdown=max(1, round(grace_s)),
+            timeout_graceful_shutdown=1,  # `stop` has waited for all answers by then.
             backlog=_BACKLOG,
             http="h11",  # The limit is one that it knows.
             h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
@@ -76,10 +86,19 @@ class GatewayServer:
         self._serving = asyncio.create_task(self._server.serve([listener]))
         await self._server.listening.wait()
 
+    @property
+    def num_running(self) -> int:
+        """HTTP requests in hand."""
+        return self._drain.num_running
+
     async def stop(self) -> None:
-        """Takes no new connections, and returns when the running answers have ended or their time is up."""
-        self._server.should_exit = True
+        """Refuses new requests, and returns when the running answers have ended or their time is up."""
+        self._drain.begin()
         self._planner.end_iterations()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._grace_s):
+                await self._drain.idle()
+        self._server.should_exit = True
         if self._serving:
             await self._serving
         await self._planner.close()

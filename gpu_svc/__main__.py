@@ -1,7 +1,8 @@
-"""`python -m gpu_svc --config FILE`: loads the model, then executes plans until SIGTERM."""
+"""`python -m gpu_svc --config FILE`: loads the model, then executes plans until SIGTERM and the planner's farewell."""
 
 import asyncio
 import logging
+import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +17,7 @@ from gpu_svc.link import Link
 from gpu_svc.loading import load_for_device
 from gpu_svc.servicer import ExecutorServicer
 from gpu_svc.table_cache import TableCache, digest, processor_name
+from gpu_svc.watch import ExecutorWatch
 from neoflex.v1 import executor_pb2, executor_pb2_grpc
 from svc_common import cpu_kernels
 from svc_common.config import Config, ConfigError, load_from_argv
@@ -23,18 +25,23 @@ from svc_common.cores import usable_cores
 from svc_common.decoder.checkpoint import CheckpointError, open_model
 from svc_common.decoder.dtypes import DTYPES, KV_DTYPES, choose_compute_dtype, default_kv_dtype, dtype_name
 from svc_common.decoder.layer_file import LayerFileError
-from svc_common.grpc_server import GrpcServer, ListenError, configure_logging, until_stop_signal
+from svc_common.grpc_server import GrpcServer, ListenError, StopSignal
+from svc_common.logs import configure_logging
 from svc_common.memory import check_fits_memory, usable_memory_bytes
 from svc_common.model.spec import ModelSpec, UnsupportedModelError
 from svc_common.model.store import ModelFiles, ModelNotFoundError, default_cache_dir, resolve
 from svc_common.model.tokenizer import tokenizer_json
-from svc_common.security.door import Door, gpu_door
+from svc_common.security.door import gpu_door
 from svc_common.security.tls import TlsFiles
 from svc_common.service_link import check_can_call
+from svc_common.watchdog import Watchdog
 
-_GRACE_S = 5.0
+_GRACE_S = 1.0
+"""For answers that are on their way when the server stops."""
 
-logger = logging.getLogger("gpu_svc")
+SERVICE = "gpu_svc"
+
+logger = logging.getLogger(SERVICE)
 
 
 class DeviceUnavailableError(Exception):
@@ -52,24 +59,15 @@ _CANNOT_START = (
 
 
 def main() -> None:
-    config = load_from_argv("gpu_svc")
-    configure_logging("gpu_svc")
-    torch.set_num_threads(_num_threads(config))
+    config = load_from_argv(SERVICE)
+    configure_logging(SERVICE, config.logging)
     try:
-        tls = TlsFiles.of(config.tls)
-        check_can_call([service.listen for service in config.cpu_attn_services], tls)
-        door = gpu_door(config, tls)
-        executor = make_executor(config)
+        asyncio.run(_serve(config))
     except _CANNOT_START as error:
         logger.error("%s", error)
         sys.exit(1)
-    try:
-        asyncio.run(_serve(config, executor, door, tls))
     except ListenError as error:
         logger.error("gpu.listen: %s", error)
-        sys.exit(1)
-    except ConfigError as error:
-        logger.error("%s", error)
         sys.exit(1)
 
 
@@ -187,20 +185,52 @@ def table_cache(config: Config) -> TableCache | None:
     return TableCache(directory, machine)
 
 
-async def _serve(config: Config, executor: Executor, door: Door, tls: TlsFiles | None) -> None:
+async def _serve(config: Config) -> None:
+    """Listens before the model is loaded, so that those who ask hear that it is not ready. Raises _CANNOT_START."""
+    stop = StopSignal()
+    tls, addresses = TlsFiles.of(config.tls), [service.listen for service in config.cpu_attn_services]
+    check_can_call(addresses, tls)
     # torch keeps its number of threads per thread.
-    with ThreadPoolExecutor(1, "executor", torch.set_num_threads, (torch.get_num_threads(),)) as thread:
+    with ThreadPoolExecutor(1, "executor", torch.set_num_threads, (_num_threads(config),)) as thread:
         service_name = executor_pb2.DESCRIPTOR.services_by_name["ExecutorService"].full_name
-        server = GrpcServer(config.gpu.listen, [service_name], door)
-        servicer = ExecutorServicer(executor, thread, [service.listen for service in config.cpu_attn_services], tls)
+        server = GrpcServer(config.gpu.listen, [service_name], gpu_door(config, tls))
+        servicer = ExecutorServicer(None, thread, addresses, tls)
         server.register(executor_pb2_grpc.add_ExecutorServiceServicer_to_server, servicer)
         await server.start()
-        await server.set_ready(True)
-        logger.info("listening on %s", server.address)
-        await until_stop_signal()
-        logger.info("stopping")
-        await server.stop(_GRACE_S)
-        thread.submit(executor.close).result()
+        logger.info("listening on %s, loading the model", server.address)
+        watch = ExecutorWatch(server, servicer, config.planner.watchdog_s)
+        watchdog = Watchdog(SERVICE, watch, config.planner.watchdog_s, config.logging)
+        watchdog.start()
+        stopped = asyncio.create_task(stop.wait())
+        publishing = asyncio.create_task(watch.publish_health())
+        try:
+            executor = await _loaded(config, thread, stopped)
+            servicer.take(executor)
+            await watch.publish_now()
+            logger.info("ready")
+            await stopped
+            logger.info("stopping once the planner lets go, within %g s", config.worker_drain_s)
+            servicer.begin_stop()
+            await watch.publish_now()
+            await servicer.released(config.worker_drain_s)
+            await server.stop(_GRACE_S)
+            thread.submit(executor.close).result()
+        finally:
+            watchdog.stop()
+            publishing.cancel()
+            stopped.cancel()
+            await server.stop(_GRACE_S)
+        logger.info("stopped")
+
+
+async def _loaded(config: Config, thread: ThreadPoolExecutor, stopped: "asyncio.Task[None]") -> Executor:
+    """Made on the executor's thread. Raises _CANNOT_START; does not return where it is told to stop meanwhile."""
+    loading = asyncio.get_running_loop().run_in_executor(thread, make_executor, config)
+    await asyncio.wait((stopped, loading), return_when=asyncio.FIRST_COMPLETED)
+    if not loading.done():
+        logger.info("told to stop while the model is loaded")
+        os._exit(0)  # Nothing else ends that thread, and nothing is lost.
+    return await loading
 
 
 if __name__ == "__main__":

@@ -1,6 +1,9 @@
 """Runs one plan start to end: state changes, swaps, layers, sampling. Holds all that an epoch's end drops."""
 
+import logging
+import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
@@ -48,6 +51,8 @@ from svc_common.policy import ExecutionPolicy
 from svc_common.tensor_plane import PeerLostError, Report
 from svc_common.trace import COHORT, TraceKind
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class CohortPart:
@@ -71,8 +76,13 @@ class Sampled:
     tokens: tuple[tuple[int, int], ...] = ()
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     grammar_failures: dict[int, str] = field(default_factory=dict)
+    not_finite: tuple[int, ...] = ()
     head_ns: int = 0
     """Of the output head and of sampling."""
+
+
+def nobody() -> None:
+    """To be told that a plan has begun."""
 
 
 class Epoch:
@@ -114,11 +124,11 @@ class Epoch:
         """Measures on this epoch's caches; before the first plan only, as it writes into blocks."""
         return Profiler(self._limits, self._decoder, self.cache, self.host, self._backend, self._link, self.policy)
 
-    def run(self, plan: IterationPlan, recorder: NullRecorder) -> IterationResult:
+    def run(self, plan: IterationPlan, recorder: NullRecorder, begun: Callable[[], None] = nobody) -> IterationResult:
         """Raises InvalidPlanError before anything is computed, PlaneError when the host tier is lost.
 
         Timings lack what only the caller knows: total and idle time. So does the result its trace, which the caller
-        takes from `recorder`.
+        takes from `recorder`. `begun` is told when the layers are about to run.
         """
         if plan.iteration != self.last_iteration + 1:
             raise InvalidPlanError(f"iteration {plan.iteration} follows {self.last_iteration}")
@@ -142,6 +152,7 @@ class Epoch:
         part = self._part(plan.cohort) if plan.cohort else None
         waited_before_ns = self.host.wait_ns if self.host else 0
         weights_before = self._decoder.traffic
+        begun()
         stages, reports = self._run_layers(batches, part, recorder)
         cpu_wait_ns = self.host.wait_ns - waited_before_ns if self.host else 0
         weights = self._decoder.traffic
@@ -162,6 +173,7 @@ class Epoch:
             logprobs=sampled.logprobs,
             prompt_logprobs=prompt_parts,
             grammar_failures=sampled.grammar_failures,
+            not_finite=self._note_not_finite(prompt_parts, sampled.not_finite),
             timings=Timings(
                 cpu_wait_ns=cpu_wait_ns,
                 cpu_attention_ns=sum([report.compute_ns for report in reports.values()]),
@@ -201,6 +213,9 @@ class Epoch:
                 self.host.swap(self._link, gpu, moves.to_host, moves.to_gpu, shape)
             if cpu_layers:
                 copy_blocks(lower, lower, tables.to_gpu(moves.to_gpu), shape.head_dim)
+        if self._backend.reads_tails:
+            self.cache.clear(moves.new_gpu_blocks)
+            self.cache.clear_tails(moves.to_gpu.target, moves.to_gpu.num_tokens)
         return time.perf_counter_ns() - start_ns
 
     @property
@@ -273,6 +288,17 @@ class Epoch:
             for part in prompt_logprobs(plan.sub_batches[stage.batch.index], stage.hidden, self.table, self._decoder)
         )
 
+    @staticmethod
+    def _note_not_finite(
+        prompt_parts: tuple[tuple[int, PromptLogprobs], ...], sampled: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        """Sequences with numbers that are none, in their prompts or their next tokens."""
+        in_prompts = [sequence_id for sequence_id, part in prompt_parts if not math.isfinite(sum(part.chosen))]
+        not_finite = tuple(dict.fromkeys((*in_prompts, *sampled)))
+        if not_finite:
+            logger.error("the model computed NaN or infinity for sequences %s", list(not_finite))
+        return not_finite
+
     def _sample(self, stages: list[Stage]) -> Sampled:
         """One token for each row of output."""
         start_ns = time.perf_counter_ns()
@@ -281,13 +307,14 @@ class Epoch:
             return Sampled()
         logits = self._decoder.logits(outputs(stages))
         sampling = self.table.sampling
-        tokens, logprobs = sample(logits, sampling.rows(slots), sampling.changes(slots))
+        drawn = sample(logits, sampling.rows(slots), sampling.changes(slots))
         failures = sampling.failures(slots)
-        self.table.take_tokens(slots, tokens)
+        self.table.take_tokens(slots, drawn.tokens)
         ids = self.table.sequence_ids
         return Sampled(
-            tuple(zip(ids[slots].tolist(), tokens.tolist(), strict=True)),
-            {int(ids[slots[row.row]]): TokenLogprobs(row.chosen, row.top) for row in logprobs},
+            tuple(zip(ids[slots].tolist(), drawn.tokens.tolist(), strict=True)),
+            {int(ids[slots[row.row]]): TokenLogprobs(row.chosen, row.top) for row in drawn.logprobs},
             {int(ids[slot]): error for slot, error in failures.items()},
+            tuple(ids[slots[drawn.bad_rows]].tolist()),
             time.perf_counter_ns() - start_ns,
         )

@@ -2,13 +2,14 @@
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from gpu_svc.device_memory import DeviceMemory, DoesNotFitError
-from gpu_svc.epoch import Epoch
+from gpu_svc.epoch import Epoch, nobody
 from gpu_svc.grammars import Grammars
 from gpu_svc.host_tier import HostTier
 from gpu_svc.kv_cache import GpuKvCache, KvShape
@@ -113,6 +114,16 @@ class Executor:
         """Of weights that cross the link in each iteration."""
         return self._placed.memory.streamed_bytes(self.streamed_layers) if self._placed else 0
 
+    @property
+    def buffer_bytes(self) -> int:
+        """On the device, that weights are streamed through."""
+        return self._placed.memory.buffer_bytes(self.streamed_layers) if self._placed else 0
+
+    @property
+    def host_weight_bytes(self) -> int:
+        """Of layers in host memory, to be streamed from there or computed by the CPU attention service."""
+        return sum(self._placed.memory.layer_bytes[: -self.resident_layers or None]) if self._placed else 0
+
     def close_epoch(self) -> None:
         """Drops all sequences, the cache and the host tier."""
         if self._epoch is not None and self._epoch.host is not None:
@@ -193,11 +204,14 @@ class Executor:
         return tables
 
     @torch.inference_mode()
-    def run(self, plan: IterationPlan, received_ns: int | None = None) -> IterationResult:
+    def run(
+        self, plan: IterationPlan, received_ns: int | None = None, begun: Callable[[], None] = nobody
+    ) -> IterationResult:
         """Never raises for what a plan, the CPU attention service or the device can do wrong: the result says it.
 
         `received_ns`: when the plan was there, by time.perf_counter_ns; None: now. From then on, or from the end of the
-        iteration before, time counts as the iteration's: handing over is part of what a token takes.
+        iteration before, time counts as the iteration's: handing over is part of what a token takes. `begun` is told
+        when the layers are about to run.
         """
         start_ns = max(received_ns or time.perf_counter_ns(), self._last_end_ns)
         epoch = self._epoch
@@ -206,7 +220,7 @@ class Executor:
         if plan.trace:
             self._recorder.begin(start_ns)
         try:
-            result = epoch.run(plan, self._recorder if plan.trace else NO_RECORDER)
+            result = epoch.run(plan, self._recorder if plan.trace else NO_RECORDER, begun)
         except InvalidPlanError as error:
             return self.fail(plan.epoch, plan.iteration, ExecutionError.INVALID_PLAN, str(error))
         except PlaneError as error:

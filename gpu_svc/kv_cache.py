@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gpu_svc.device_kernels import has_triton
 from gpu_svc.kv_layout import KvBlocks, key_views
 from svc_common import cpu_kernels
 from svc_common.decoder.threads import cpu_threads
@@ -100,8 +101,13 @@ class GpuKvCache:
         self.shape = shape
         self.num_blocks = num_blocks
         self.first_layer = first_layer
-        # Zeroed: attention multiplies the unused tail of a block by 0, which must not meet a NaN.
+        # Zeroed: some attention multiplies the unused tail of a block by 0, which must not meet a NaN.
         self.blocks = torch.zeros(shape.blocks(self.num_blocks), dtype=shape.dtype, device=device)
+        self._append = write_kv_by_index
+        if has_triton(device):
+            from gpu_svc.triton_ops import append_kv  # Torch for CPUs brings no Triton.
+
+            self._append = append_kv
 
     @property
     def num_bytes(self) -> int:
@@ -111,12 +117,27 @@ class GpuKvCache:
         """[num_blocks, 2, num_kv_heads, block_tokens * head_dim] of a layer of the model."""
         return self.blocks[layer - self.first_layer]
 
+    def clear(self, blocks: NDArray[np.int32]) -> None:
+        """Zeroes blocks [n], in whose tails their last owner may have left a NaN."""
+        if len(blocks):
+            self.blocks.index_fill_(1, torch.from_numpy(blocks).long().to(self.blocks.device), 0)
+
+    def clear_tails(self, blocks: NDArray[np.int32], num_tokens: NDArray[np.int32]) -> None:
+        """Zeroes what lies behind the first num_tokens [n] of blocks [n]."""
+        for block, num in zip(blocks.tolist(), num_tokens.tolist(), strict=True):
+            if num < self.shape.block_tokens:
+                keys, values = self.blocks[:, block].unbind(1)
+                pairs, singles = key_views(keys, self.shape.head_dim)
+                pairs[..., num:, :] = 0
+                singles[..., num:] = 0
+                values.view(*values.shape[:-1], -1, self.shape.head_dim)[..., num:, :] = 0
+
     def write(self, layer: int, places: KvPlaces, kv: Tensor) -> None:
         """Stores kv [n, 2, num_kv_heads, head_dim] in a layer of the model."""
         if places.index is None:
             write_kv(KvBlocks(self.layer(layer)), places, kv)
         else:
-            write_kv_by_index(self.layer(layer), *places.index, kv)
+            self._append(self.layer(layer), *places.index, kv)
 
 
 def write_kv(layer: KvBlocks, places: KvPlaces, kv: Tensor) -> None:

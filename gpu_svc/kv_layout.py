@@ -60,7 +60,7 @@ def to_blocks(kv: Tensor, dtype: torch.dtype) -> KvBlocks:
         scales = torch.where(scales.isinf(), torch.nan, scales)
         kv = (kv / scales[..., None, None]).nan_to_num(0.0, 0.0, 0.0).round()
     keys, values = kv.to(dtype).unbind(-4)
-    keys = _interleave(keys, keys.shape[-1] // 2 * 2 if _pairs_keys(dtype) else 0)
+    keys = _interleave(keys, keys.shape[-1] // 2 * 2 if pairs_keys(dtype) else 0)
     values = _interleave(values.transpose(-2, -1), values.shape[-2] // 2 * 2 if dtype == torch.int8 else 0)
     return KvBlocks(torch.stack([keys, values], dim=-3), scales)
 
@@ -80,10 +80,10 @@ def values_by_token(rows: Tensor, head_dim: int) -> Tensor:
 
 def key_views(rows: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
     """Dimensions in pairs [..., m, block_tokens, 2] and by themselves [..., head_dim - 2 * m, block_tokens]."""
-    return _views(rows, rows.shape[-1] // head_dim, head_dim // 2 * 2 if _pairs_keys(rows.dtype) else 0)
+    return _views(rows, rows.shape[-1] // head_dim, head_dim // 2 * 2 if pairs_keys(rows.dtype) else 0)
 
 
-def _pairs_keys(dtype: torch.dtype) -> bool:
+def pairs_keys(dtype: torch.dtype) -> bool:
     return dtype in (torch.bfloat16, torch.int8)
 
 

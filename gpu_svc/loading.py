@@ -6,6 +6,7 @@ from functools import partial
 import torch
 
 from gpu_svc.cpu_layers import CpuLayers
+from gpu_svc.device_kernels import decoder_ops
 from gpu_svc.device_memory import DeviceMemory, DoesNotFitError
 from gpu_svc.link import Link
 from gpu_svc.placed_decoder import PlacedDecoder
@@ -52,7 +53,7 @@ def load_for_device(
     open_file: Callable[[], LayerFile] = partial(open_layer_file, files, spec, checkpoint, dtype)
     if not on_cpu:
         loader = Loader(checkpoint, spec, dtype, device)
-        on_device = TorchDecoder(spec, loader.weights(with_layers=all_fit))
+        on_device = TorchDecoder(spec, loader.weights(with_layers=all_fit), decoder_ops(device))
         return PlacedDecoder(TorchLayers(on_device, empty, open_file, link), memory)
     if all_fit:
         decoder = load_decoder(checkpoint, spec, dtype, device)

@@ -45,6 +45,10 @@ _LINK_S = 0.05
 _ITERATION_SEQUENCES = 4  # A point of all tables, as is 1.
 
 
+class NonFiniteLogitsError(Exception):
+    """The model computes NaN or infinity."""
+
+
 @dataclass(frozen=True, slots=True)
 class Profiler:
     """Over the parts of one epoch."""
@@ -246,7 +250,9 @@ class Profiler:
             self._run_linear(hidden, workspace, attended, None, layer)
 
     def _run_head(self, hidden: Tensor, rows: SamplingRows) -> None:
-        sample(self.decoder.logits(hidden), rows)
+        drawn = sample(self.decoder.logits(hidden), rows)
+        if len(drawn.bad_rows) == len(hidden):
+            raise NonFiniteLogitsError("the model computes NaN or infinity whatever it is given")
 
     def _swap_bytes_per_s(self) -> float:
         """There and back, in the host's bytes. 0 where there is no second tier."""
@@ -311,9 +317,9 @@ class Profiler:
             stage = prepare()
             run_layers(stage, None, self.decoder.spec.num_layers)
             slots = stage.batch.output_slots
-            tokens, _ = sample(self.decoder.logits(outputs([stage])), table.sampling.rows(slots))
+            drawn = sample(self.decoder.logits(outputs([stage])), table.sampling.rows(slots))
             table.advance(work)
-            table.take_tokens(slots, tokens)
+            table.take_tokens(slots, drawn.tokens)
 
         prepare_s = watch.least_s(prepare)
         if not cache.num_blocks or self.policy.decode_cpu_layers:

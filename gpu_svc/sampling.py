@@ -23,10 +23,6 @@ _RUN_TOKENS = 256
 _SEARCH_WIDTHS = (128, 4096)
 
 
-class NonFiniteLogitsError(Exception):
-    """The model computed NaN or infinity."""
-
-
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
     """How each row is drawn: arrays [n]. Meanings as in SequenceSampling of the proto."""
@@ -49,6 +45,17 @@ class RowLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class Drawn:
+    """What `sample` makes of logits."""
+
+    tokens: NDArray[np.int64]  # [n]
+    logprobs: tuple[RowLogprobs, ...]
+    """Of rows that want them."""
+    bad_rows: NDArray[np.int64]
+    """Whose logits are no numbers: NaN or infinite. They get token 0, and no log-probabilities."""
+
+
+@dataclass(frozen=True, slots=True)
 class Change:
     """Something that changes logits before temperature and filters: penalties, say, or a grammar's mask."""
 
@@ -58,18 +65,14 @@ class Change:
     """Takes all logits [n, vocab_size], fp32, dense, and changes these rows in place."""
 
 
-def sample(
-    logits: Tensor, rows: SamplingRows, changes: Sequence[Change] = ()
-) -> tuple[NDArray[np.int64], tuple[RowLogprobs, ...]]:
-    """logits [n, vocab_size], fp32 -> token ids [n], and log-probabilities of the rows that want them.
+def sample(logits: Tensor, rows: SamplingRows, changes: Sequence[Change] = ()) -> Drawn:
+    """From logits [n, vocab_size], fp32.
 
     Changes `logits` in place where there are `changes`; log-probabilities are of the logits as they were.
     """
     maxima, tokens = _best(logits)
-    if not bool(torch.isfinite(maxima).all()):
-        bad = torch.nonzero(~torch.isfinite(maxima)).flatten().tolist()
-        raise NonFiniteLogitsError(f"logits of rows {bad} are not finite")
-    wanting = np.flatnonzero(rows.num_logprobs >= 0)
+    is_finite = torch.isfinite(maxima).cpu().numpy()
+    wanting = np.flatnonzero((rows.num_logprobs >= 0) & is_finite)
     raw = logits[torch.from_numpy(wanting).to(logits.device)] if len(wanting) else None
     if changes:
         changed = np.unique(np.concatenate([change.rows for change in changes]))
@@ -77,10 +80,11 @@ def sample(
             change.apply_(logits)
         index = torch.from_numpy(changed).to(logits.device)
         maxima[index], tokens[changed] = _best(logits[index])
-    drawn = np.flatnonzero(rows.temperature > 0)
+    drawn = np.flatnonzero((rows.temperature > 0) & is_finite)
     if len(drawn):
         tokens[drawn] = _draw(logits, maxima, rows, drawn)
-    return tokens, () if raw is None else _logprobs(raw, tokens, rows, wanting)
+    tokens[~is_finite] = 0
+    return Drawn(tokens, () if raw is None else _logprobs(raw, tokens, rows, wanting), np.flatnonzero(~is_finite))
 
 
 def _best(logits: Tensor) -> tuple[Tensor, NDArray[np.int64]]:

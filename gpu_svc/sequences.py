@@ -23,6 +23,8 @@ Slots = NDArray[np.int64]
 class Moves:
     to_host: BlockMoves
     to_gpu: BlockMoves
+    new_gpu_blocks: Int32Array
+    """That sequences got to write into, with whatever their last owner left there."""
 
 
 class SequenceTable:
@@ -80,12 +82,10 @@ class SequenceTable:
             self._release(sequence_id)
         swaps = [(self._slot(swap.sequence_id), swap) for swap in plan.swaps]
         sources = [self._give_up_blocks(slot, swap) for slot, swap in swaps]
-        for new in plan.new_sequences:
-            self._insert(new)
-        moves = self._take_swap_targets(swaps, sources)
-        for blocks in plan.new_blocks:
-            self._append_blocks(blocks)
-        return moves
+        fresh = [self._insert(new) for new in plan.new_sequences]
+        to_host, to_gpu = self._take_swap_targets(swaps, sources)
+        fresh += [self._append_blocks(blocks) for blocks in plan.new_blocks]
+        return Moves(to_host, to_gpu, np.concatenate([np.zeros(0, np.int32), *fresh]))
 
     def _slot(self, sequence_id: int) -> int:
         slot = self.slot_of.get(sequence_id)
@@ -101,7 +101,8 @@ class SequenceTable:
         self.sampling.release(slot)
         self._free_slots.append(slot)
 
-    def _insert(self, new: NewSequence) -> None:
+    def _insert(self, new: NewSequence) -> Int32Array:
+        """Its own blocks, where they are on the GPU."""
         if new.sequence_id in self.slot_of:
             raise InvalidPlanError(f"sequence {new.sequence_id} is known already")
         if not self._free_slots:
@@ -136,12 +137,14 @@ class SequenceTable:
         self.num_blocks[slot] = 0
         self.answer_at[slot] = len(token_ids) - new.num_generated_tokens
         self.sampling.insert(slot, new, token_ids)
-        self._add_blocks(slot, new.sequence_id, np.array(new.blocks, np.int32), num_shared)
+        return self._add_blocks(slot, new.sequence_id, np.array(new.blocks, np.int32), num_shared)
 
-    def _append_blocks(self, more: NewBlocks) -> None:
-        self._add_blocks(self._slot(more.sequence_id), more.sequence_id, np.array(more.blocks, np.int32))
+    def _append_blocks(self, more: NewBlocks) -> Int32Array:
+        """The blocks, where they are on the GPU."""
+        return self._add_blocks(self._slot(more.sequence_id), more.sequence_id, np.array(more.blocks, np.int32))
 
-    def _add_blocks(self, slot: int, sequence_id: int, blocks: Int32Array, num_shared: int = 0) -> None:
+    def _add_blocks(self, slot: int, sequence_id: int, blocks: Int32Array, num_shared: int = 0) -> Int32Array:
+        """Returns those on the GPU that it does not share."""
         tier = Tier(self.tier[slot])
         num_new = self.owned[tier].claim(blocks, sequence_id, num_shared)
         if tier is Tier.HOST and len(blocks):
@@ -152,6 +155,7 @@ class SequenceTable:
             self.block_tables = np.concatenate([self.block_tables, np.zeros_like(self.block_tables)], axis=1)
         self.block_tables[slot, start:end] = blocks
         self.num_blocks[slot] = end
+        return blocks[num_shared if tier is Tier.GPU else len(blocks) :]
 
     def _claim_pool(self, slot: int, sequence_id: int, blocks: Int32Array, num_new: int) -> None:
         pools = np.searchsorted(self._pool_ends, blocks, side="right") - 1
@@ -186,7 +190,10 @@ class SequenceTable:
         self.num_blocks[slot] = 0
         return blocks
 
-    def _take_swap_targets(self, swaps: list[tuple[int, Swap]], sources: list[Int32Array]) -> Moves:
+    def _take_swap_targets(
+        self, swaps: list[tuple[int, Swap]], sources: list[Int32Array]
+    ) -> tuple[BlockMoves, BlockMoves]:
+        """To the host, and to the GPU."""
         moved: dict[Tier, list[tuple[Int32Array, ...]]] = {Tier.GPU: [], Tier.HOST: []}
         for (slot, swap), source in zip(swaps, sources, strict=True):
             filled = self._filled_blocks(slot)
@@ -197,11 +204,11 @@ class SequenceTable:
             tokens = self.computed_tokens[slot] - np.arange(filled) * self._block_tokens
             num_tokens = np.minimum(tokens, self._block_tokens).astype(np.int32)
             moved[swap.target].append((source[:filled], target[:filled], num_tokens))
-        moves = Moves(to_host=_joined(moved[Tier.HOST]), to_gpu=_joined(moved[Tier.GPU]))
-        reused = np.intersect1d(moves.to_host.target, moves.to_gpu.source)
+        to_host, to_gpu = _joined(moved[Tier.HOST]), _joined(moved[Tier.GPU])
+        reused = np.intersect1d(to_host.target, to_gpu.source)
         if len(reused):
             raise InvalidPlanError(f"host blocks {reused.tolist()} are written before they are read")
-        return moves
+        return to_host, to_gpu
 
     # --- work
 

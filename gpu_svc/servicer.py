@@ -1,12 +1,12 @@
 """ExecutorService: takes plans off the wire, has them run in order on the executor's thread, sends results up."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor as ThreadExecutor
-from functools import partial
 from typing import Any, TypeVar
 
 import grpc
@@ -16,10 +16,10 @@ from gpu_svc.device_memory import DoesNotFitError
 from gpu_svc.executor import Executor
 from gpu_svc.grammars import GrammarError
 from gpu_svc.host_tier import HostTier
-from gpu_svc.limits import InvalidPlanError, Limits
+from gpu_svc.limits import Limits
+from gpu_svc.plan_runner import PlanRunner
 from gpu_svc.wire import (
     memory_to_pb,
-    plan_from_pb,
     policy_from_pb,
     policy_to_pb,
     result_to_pb,
@@ -29,14 +29,17 @@ from gpu_svc.wire import (
 from neoflex.v1 import executor_pb2 as pb
 from neoflex.v1 import executor_pb2_grpc
 from svc_common.decoder.dtypes import dtype_name
-from svc_common.errors import FieldViolation, failed_precondition, invalid_argument, invalid_arguments
-from svc_common.plan import ExecutionError, IterationResult
+from svc_common.errors import FieldViolation, failed_precondition, invalid_argument, invalid_arguments, unavailable
+from svc_common.memory import size_text, usable_memory_bytes
+from svc_common.plan import IterationPlan
+from svc_common.plan_text import plan_text
 from svc_common.policy import ExecutionPolicy
 from svc_common.security.tls import TlsFiles
 from svc_common.tensor_plane import PlaneError
 
 # One runs and one waits; a planner that sends more is held back by the stream.
 _MAX_PENDING_PLANS = 4
+_LOADING_RETRY_S = 1.0
 
 logger = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -48,18 +51,79 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
 
     def __init__(
         self,
-        executor: Executor,
+        executor: Executor | None,
         thread: ThreadExecutor,
         cpu_attention_addresses: Sequence[str],
         tls: TlsFiles | None = None,
     ) -> None:
         """`thread` has one worker, the only one to touch `executor`. Addresses: of all CPU attention services, and
-        `tls` to call them with."""
-        self._executor = executor
+        `tls` to call them with.
+
+        Without an executor all calls are answered UNAVAILABLE until `take` brings one.
+        """
+        self._taken = executor
         self._thread = thread
         self._cpu_attention_addresses = tuple(cpu_attention_addresses)
         self._tls = tls
         self._opening = asyncio.Lock()
+        self._is_stopping = False
+        self._runners: set[PlanRunner] = set()
+        """One for each stream of plans that a planner has open."""
+        self._free = asyncio.Event()
+        """Set while no planner has a stream of plans open."""
+        self._free.set()
+
+    def take(self, executor: Executor) -> None:
+        """The model is loaded."""
+        self._taken = executor
+
+    @property
+    def _executor(self) -> Executor:
+        """Raises ServiceError while the model is being loaded."""
+        if self._taken is None:
+            raise unavailable("LOADING", "the model is being loaded", _LOADING_RETRY_S)
+        return self._taken
+
+    @property
+    def _running(self) -> tuple[IterationPlan, float] | None:
+        """The plan that runs and since when, by time.monotonic()."""
+        return next((runner.running for runner in self._runners if runner.running), None)
+
+    @property
+    def running_s(self) -> float:
+        """For how long an iteration has been running; 0 where none is."""
+        running = self._running
+        return time.monotonic() - running[1] if running else 0.0
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a planner may come."""
+        return self._taken is not None and not self._is_stopping
+
+    def stall(self, stall_s: float) -> str | None:
+        """What does not move though it should; an epoch that is being opened may take minutes."""
+        running, running_s = self._running, self.running_s
+        return (
+            f"iteration {running[0].iteration} runs for {running_s:.1f} s" if running and running_s > stall_s else None
+        )
+
+    def report(self) -> str:
+        """What it does and holds, for its watchdog."""
+        if self._taken is None:
+            return "the model is being loaded"
+        running = self._running
+        runs = f"runs for {self.running_s:.1f} s: {plan_text(running[0])}" if running else "no iteration runs"
+        return f"{runs}\n{self._taken.status()}\n{len(self._runners)} streams of plans; stopping {self._is_stopping}"
+
+    def begin_stop(self) -> None:
+        """From here on the planner is told that it should let go."""
+        self._is_stopping = True
+
+    async def released(self, timeout_s: float) -> None:
+        """Returns once no planner has a stream of plans open, or when time is up."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._free.wait()
 
     async def OpenEpoch(self, request: pb.OpenEpochRequest, context: Context) -> pb.OpenEpochResponse:
         _check_open_epoch(request)
@@ -113,7 +177,12 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             resident_layers=executor.resident_layers,
             streamed_layers=len(executor.streamed_layers),
             streamed_bytes=executor.streamed_bytes,
+            weight_bytes=executor.weight_bytes,
+            buffer_bytes=executor.buffer_bytes,
+            host_weight_bytes=executor.host_weight_bytes,
+            model_digest=executor.decoder.spec.digest,
         )
+        logger.info("%s", _memory_text(response))
         logger.info(
             "epoch %d: %d of %d layers on the CPU (%d of prompts), %d GPU blocks of %d bytes, "
             "%d host blocks of %d bytes%s",
@@ -170,32 +239,20 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
     async def Execute(
         self, request_iterator: AsyncIterator[pb.ExecuteRequest], context: Context
     ) -> AsyncIterator[pb.ExecuteResponse]:
-        pending: asyncio.Queue[asyncio.Future[IterationResult] | None] = asyncio.Queue(_MAX_PENDING_PLANS)
-
-        async def take_plans() -> None:
-            try:
-                async for request in request_iterator:
-                    await pending.put(self._in_thread(partial(self._run, request.plan, time.perf_counter_ns())))
-            except Exception:
-                await pending.put(None)
-                raise
-            await pending.put(None)
-
-        reader = asyncio.create_task(take_plans())
+        runner = PlanRunner(self._executor, self._thread, _MAX_PENDING_PLANS)
+        reader = asyncio.create_task(runner.take(request_iterator))
+        self._runners.add(runner)
+        self._free.clear()
         try:
-            while (future := await pending.get()) is not None:
-                yield pb.ExecuteResponse(result=result_to_pb(await future))
+            async for result in runner.results():
+                yield pb.ExecuteResponse(result=result_to_pb(result))
             await reader
         finally:
             reader.cancel()
-
-    def _run(self, message: pb.IterationPlan, received_ns: int) -> IterationResult:
-        """On the executor's thread, so that a plan is read while none runs beside it and in its turn."""
-        try:
-            plan = plan_from_pb(message)
-        except InvalidPlanError as error:
-            return self._executor.fail(message.epoch, message.iteration, ExecutionError.INVALID_PLAN, str(error))
-        return self._executor.run(plan, received_ns)
+            runner.close()
+            self._runners.remove(runner)
+            if not self._runners:
+                self._free.set()
 
     async def CompileGrammar(self, request: pb.CompileGrammarRequest, context: Context) -> pb.CompileGrammarResponse:
         if self._executor.grammars is None or not self._executor.grammars.end_token_ids:
@@ -209,7 +266,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
     async def GetExecutorStatus(
         self, request: pb.GetExecutorStatusRequest, context: Context
     ) -> pb.GetExecutorStatusResponse:
-        return status_to_pb(self._executor.status(), self._memory(), os.getpid())
+        return status_to_pb(self._executor.status(), self._memory(), os.getpid(), self._is_stopping)
 
     def _memory(self) -> pb.DeviceMemory | None:
         memory = self._executor.memory
@@ -229,6 +286,20 @@ def _host_pools(host: HostTier | None, errors: Sequence[str]) -> list[pb.HostPoo
         else pb.HostPool(first_block=first, error=error)
         for pool, first, error in zip(host.pools, host.first_blocks, errors, strict=True)
     ]
+
+
+def _memory_text(opened: pb.OpenEpochResponse) -> str:
+    """What this process takes where, beside what it may take."""
+    kv_bytes = opened.gpu_blocks * opened.block_bytes
+    on_device = opened.weight_bytes + opened.buffer_bytes + kv_bytes
+    in_host = opened.host_weight_bytes + (on_device if opened.device == "cpu" else 0)
+    cap = f" of {size_text(opened.memory.memory_bytes)}" if opened.HasField("memory") else ""
+    return (
+        f"on the device: weights {size_text(opened.weight_bytes)}, buffers for streamed weights "
+        f"{size_text(opened.buffer_bytes)}, KV {size_text(kv_bytes)}, together {size_text(on_device)}{cap}; "
+        f"weights in host memory {size_text(opened.host_weight_bytes)}; host memory of this process "
+        f"{size_text(in_host)} of {size_text(usable_memory_bytes())}"
+    )
 
 
 def _check_open_epoch(request: pb.OpenEpochRequest) -> None:

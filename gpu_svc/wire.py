@@ -172,6 +172,7 @@ def result_to_pb(result: IterationResult) -> pb.IterationResult:
             pb.HostPoolWork(attention_ns=work.attention_ns, attended_tokens=work.attended_tokens)
             for work in result.pool_work
         ],
+        not_finite_sequence_ids=result.not_finite,
         error=_ERRORS[result.error],
         error_message=result.error_message,
         trace=trace_to_message(result.trace) if result.trace else None,
@@ -266,7 +267,9 @@ def memory_to_pb(memory: DeviceMemory, link_bytes_per_s: float) -> pb.DeviceMemo
     )
 
 
-def status_to_pb(status: Status, memory: pb.DeviceMemory | None, pid: int) -> pb.GetExecutorStatusResponse:
+def status_to_pb(
+    status: Status, memory: pb.DeviceMemory | None, pid: int, is_stopping: bool
+) -> pb.GetExecutorStatusResponse:
     return pb.GetExecutorStatusResponse(
         epoch=status.epoch,
         last_iteration=status.last_iteration,
@@ -280,4 +283,5 @@ def status_to_pb(status: Status, memory: pb.DeviceMemory | None, pid: int) -> pb
         memory=memory,
         resident_layers=status.resident_layers,
         streamed_bytes=status.streamed_bytes,
+        stopping=is_stopping,
     )

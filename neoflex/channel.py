@@ -21,6 +21,7 @@ CHANNEL_OPTIONS = [
 READY_POLL_S = 0.1
 _CHECK_TIMEOUT_S = 2.0
 
+ALIVE_REQUEST = health_pb2.HealthCheckRequest(service="liveness")
 READY_REQUEST = health_pb2.HealthCheckRequest(service="readiness")
 
 

@@ -20,6 +20,8 @@ def main() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent_pid:  # It died before the line above.
         raise SystemExit(1)
+    # Survives the exec as well: a service that starts writes no state yet, and must not die of being asked.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     os.execv(command[0], command)
 
 

@@ -7,11 +7,18 @@ from types import TracebackType
 from typing import Self, Unpack
 
 import grpc
-from grpc_health.v1 import health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from neoflex import errors, wire
 from neoflex.access import Access, Tls
-from neoflex.channel import DEFAULT_ADDRESS, READY_POLL_S, READY_REQUEST, check_timeout_s, is_serving
+from neoflex.channel import (
+    ALIVE_REQUEST,
+    DEFAULT_ADDRESS,
+    READY_POLL_S,
+    READY_REQUEST,
+    check_timeout_s,
+    is_serving,
+)
 from neoflex.errors import NeoflexError
 from neoflex.retries import DEFAULT_RETRIES, Deadline
 from neoflex.types import Completion, Delta, Finish, GenerateOptions, Load, Message, ModelInfo, ServerInfo, Usage
@@ -106,9 +113,16 @@ class Client:
             return wire.load(self._stub.GetLoad(pb.GetLoadRequest()))
 
     def is_ready(self, timeout: float = 1.0) -> bool:
-        """Whether requests are answered now; False where nobody listens."""
+        """Whether requests are answered now; False where nobody listens, or the server drains."""
+        return self._is_serving(READY_REQUEST, timeout)
+
+    def is_alive(self, timeout: float = 1.0) -> bool:
+        """Whether requests in hand get ahead; False where nobody listens."""
+        return self._is_serving(ALIVE_REQUEST, timeout)
+
+    def _is_serving(self, request: health_pb2.HealthCheckRequest, timeout: float) -> bool:
         try:
-            return is_serving(self._health.Check(READY_REQUEST, timeout=timeout))
+            return is_serving(self._health.Check(request, timeout=timeout))
         except grpc.RpcError:
             return False
 

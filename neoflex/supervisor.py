@@ -31,10 +31,6 @@ from svc_common.security.api_keys import planner_key
 PLANNER = "planner_svc"
 _CPU_ATTN = "cpu_attn_svc"
 GATEWAY = "gateway_svc"
-REQUESTS_END_S = 30.0
-"""So long the planner lets running requests go on: its own DRAIN_GRACE_S, which no import reaches from here."""
-DRAIN_S = REQUESTS_END_S + 10.0
-"""So long the planner may take to end by itself."""
 _EXIT_S = 10.0
 _POLL_S = 0.1
 _SHOWN_LOG_LINES = 20
@@ -115,7 +111,7 @@ class LocalStack:
         """Starts all services. Raises StackError where the run directory or an address can't be had."""
         self._lock_run_dir()
         try:
-            self.config = place(self.config, self._sockets())
+            self.config = place(_with_dumps(self.config, self.run_dir), self._sockets())
             client = self.connect()
         except (AddressInUseError, ConfigError, NeoflexError) as error:
             self._release()
@@ -173,16 +169,24 @@ class LocalStack:
         with self.connect() as client:
             return client.model_info()
 
-    def stop(self, drain_s: float = DRAIN_S) -> None:
-        """Lets running requests end, then ends the services: planner and gateway first, which drain. Never raises."""
+    def stop(self, drain_s: float | None = None) -> None:
+        """Lets running requests end, then ends the services: planner and gateway first, which drain. Never raises.
+
+        `drain_s`: so long these two may take; by default what the configuration leaves them.
+        """
         for process in self._children.values():
             process.forbid_restarts()
         doors = [process for name, process in self._children.items() if name in (PLANNER, GATEWAY)]
         workers = [process for name, process in self._children.items() if name not in (PLANNER, GATEWAY)]
-        _end(doors, drain_s)
+        _end(doors, self.config.stop_s if drain_s is None else drain_s)
         _end(workers, _EXIT_S)
         self._children.clear()
         self._release()
+
+    def ask_for_dumps(self) -> None:
+        """Has each service write its state into the run directory. Fit for signal handlers."""
+        for process in self._children.values():
+            process.signal(signal.SIGUSR1)
 
     def kill(self) -> None:
         """Ends the services at once; `stop` still has to be called, or is being called. Fit for signal handlers."""
@@ -251,6 +255,13 @@ class LocalStack:
         if self._lock_handle is not None:
             os.close(self._lock_handle)
             self._lock_handle = None
+
+
+def _with_dumps(config: Config, run_dir: Path) -> Config:
+    """Where services write their state, unless the configuration says otherwise."""
+    if config.logging.dump_dir is not None:
+        return config
+    return config.model_copy(update={"logging": config.logging.model_copy(update={"dump_dir": run_dir})})
 
 
 def _end(processes: list[SupervisedProcess], patience_s: float) -> None:

@@ -186,6 +186,9 @@ class Counters:
     cpu_threads_shrunk: int
     cached_tokens: int
     """Of prompts, found in the prefix cache."""
+    stalls: int
+    executor_losses: int
+    """Times gpu_svc was lost while it was to serve."""
 
     @property
     def offloading_iterations(self) -> int:
@@ -252,6 +255,28 @@ class CalibrationFactors:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Bytes by what they are for and where they lie. On device "cpu" both are the host's memory."""
+
+    device_weight_bytes: int
+    device_buffer_bytes: int
+    """That weights are streamed through."""
+    device_kv_bytes: int
+    host_weight_bytes: int
+    """There once for all who stream from there or compute with them."""
+    host_kv_bytes: int
+
+    @property
+    def device_bytes(self) -> int:
+        return self.device_weight_bytes + self.device_buffer_bytes + self.device_kv_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Without what lies on a device "cpu"."""
+        return self.host_weight_bytes + self.host_kv_bytes
+
+
+@dataclass(frozen=True, slots=True)
 class ServerInfo:
     version: str
     uptime_s: float
@@ -274,6 +299,10 @@ class ServerInfo:
     """One for each CPU attention service, in the order of the configuration."""
     calibration: CalibrationFactors | None = None
     """None before the executor's first epoch."""
+    memory_use: MemoryUse | None = None
+    """None before the executor's first epoch."""
+    not_ready: str = ""
+    """Why no request would be served now; empty where one would be."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from neoflex.types import (
     GenerateOptions,
     HostPool,
     Load,
+    MemoryUse,
     Message,
     ModelInfo,
     PositionLogprobs,
@@ -235,7 +236,13 @@ def server_info(response: pb.GetServerInfoResponse) -> ServerInfo:
             for pool in response.host_pools
         ),
         calibration=_calibration(response.calibration) if response.HasField("calibration") else None,
+        memory_use=_memory_use(response.memory_use) if response.HasField("memory_use") else None,
+        not_ready=response.not_ready,
     )
+
+
+def _memory_use(message: pb.MemoryUse) -> MemoryUse:
+    return MemoryUse(**{item.name: getattr(message, item.name) for item in fields(MemoryUse)})
 
 
 def _calibration(message: pb.CalibrationFactors) -> CalibrationFactors:

@@ -7,20 +7,18 @@ from importlib import metadata
 from pathlib import Path
 
 from planner_svc.requests import Limits
-from planner_svc.server import PlannerServer
+from planner_svc.server import SERVICE, PlannerServer
 from planner_svc.servicer import ServedModel
 from svc_common import config as configuration
 from svc_common.config import Config, ConfigError
-from svc_common.grpc_server import ListenError, configure_logging, until_stop_signal
+from svc_common.grpc_server import ListenError, StopSignal
+from svc_common.logs import configure_logging
 from svc_common.model.chat_template import ChatTemplateError
 from svc_common.model.read_spec import read_spec
 from svc_common.model.spec import ModelSpec, UnsupportedModelError
 from svc_common.model.store import ModelFiles, ModelNotFoundError, resolve
 from svc_common.model.tokenizer import Tokenizer, load_tokenizer
 
-SERVICE = "planner_svc"
-DRAIN_GRACE_S = 30.0
-"""Requests in hand at SIGTERM may go on for so long."""
 _TEXT_BYTES_PER_TOKEN_BYTE = 4
 """Normalisation may shorten a text before it is cut into tokens, but not by more."""
 
@@ -73,18 +71,20 @@ def _version() -> str:
 
 async def serve(config: Config, model: ServedModel) -> None:
     """Until SIGTERM or SIGINT, and then until the requests in hand have ended."""
+    stop = StopSignal()
     server = PlannerServer(config, model)
     await server.start()
     logger.info("listening on %s, model %s, mode %s", server.address, model.name, config.planner.mode)
-    await until_stop_signal()
-    logger.info("draining")
-    await server.stop(DRAIN_GRACE_S)
+    await stop.wait()
+    drain_s = config.planner.drain_s
+    logger.info("draining: %d requests in hand, %g s for them", server.num_requests, drain_s)
+    await server.stop(drain_s)
     logger.info("stopped")
 
 
 def main() -> None:
     config = configuration.load_from_argv(SERVICE)
-    configure_logging(SERVICE)
+    configure_logging(SERVICE, config.logging)
     try:
         files = resolve(config.model.source)
         model = describe(config, files, read_spec(files))

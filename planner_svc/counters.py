@@ -16,6 +16,7 @@ class Counters:
     accepted_requests: int = 0
     finished_requests: int = 0
     refused_requests: int = 0
+    executor_losses: int = 0
     gpu_attended_tokens: int = 0
     cpu_attended_tokens: int = 0
     swapped_out_bytes: int = 0
@@ -26,6 +27,8 @@ class Counters:
     planning_ns: int = 0
     cpu_threads_grown: int = 0
     cpu_threads_shrunk: int = 0
+    stalls: int = 0
+    """Times that requests were in hand and nothing moved."""
 
     def add(self, result: IterationResult) -> None:
         self.gpu_attended_tokens += result.gpu_attended_tokens

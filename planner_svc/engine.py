@@ -4,12 +4,14 @@ No I/O: ExecutorLoop moves plans and results, the servicer moves messages. All m
 """
 
 import asyncio
+import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from itertools import zip_longest
 
 from planner_svc import refusals
+from planner_svc.availability import Availability
 from planner_svc.classes import ServiceClasses
 from planner_svc.counters import ClassTallies, Counters, FinishRate, Load
 from planner_svc.estimator import Estimator, Factors
@@ -23,6 +25,7 @@ from planner_svc.scheduler import (
     LateError,
     ModePolicy,
     Scheduler,
+    Sequence,
     SequenceRequest,
     TokenEvent,
 )
@@ -32,32 +35,41 @@ from svc_common.errors import ServiceError, already_exists, invalid_argument, un
 from svc_common.model.tokenizer import Tokenizer
 from svc_common.plan import IterationPlan, IterationResult
 
-STALLED_AFTER_S = 30.0
-"""Longer than any iteration plausibly takes."""
 _RETRY_S = 1.0
 """When to come back where nothing better is known."""
+
+logger = logging.getLogger(__name__)
 
 
 class Engine:
     """Every accepted request ends exactly once: finished, failed, or withdrawn because its caller has gone."""
 
-    def __init__(self, tokenizer: Tokenizer, mode: ModePolicy, max_waiting: int, classes: ServiceClasses) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        mode: ModePolicy,
+        max_waiting: int,
+        classes: ServiceClasses,
+        stalled_after_s: float = 30.0,
+    ) -> None:
+        """`stalled_after_s`: longer than any iteration plausibly takes."""
         self._tokenizer = tokenizer
+        self._stalled_after_s = stalled_after_s
         self._mode = mode
         self._max_waiting = max_waiting
         self._scheduler: Scheduler | None = None
         self._capacity: Capacity | None = None
         self._whole_pools: tuple[int, ...] = ()
         """Blocks of the host pools, as large as any epoch had them: that one is not attached is a passing state."""
-        self._is_open = False
-        self._is_suspended = False
-        self._draining = False
+        self.availability = Availability()
         self._by_request: dict[str, Generation] = {}
         self._by_sequence: dict[int, Generation] = {}
         self._histories: dict[int, History] = {}
         """Of sequences that have ended in the scheduler while their last tokens are still to be delivered."""
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._last_progress_s = 0.0
+        self.last_plan: IterationPlan | None = None
+        self.last_result: IterationResult | None = None
         self._finish_rate = FinishRate()
         self.counters = Counters()
         self.classes = ClassTallies(classes.by_name)
@@ -73,12 +85,8 @@ class Engine:
 
     def check_open(self, request_id: str) -> None:
         """Raises ServiceError where a request with this id would be refused now, whatever it holds."""
-        if self._draining:
-            raise unavailable("DRAINING", "the server is shutting down", _RETRY_S)
-        if self._scheduler is None or not self._is_open:
-            raise unavailable(
-                "LOADING", "the model is being loaded, or its executor has been lost and is awaited", _RETRY_S
-            )
+        self.availability.check()
+        assert self._scheduler is not None
         if request_id in self._by_request:
             raise already_exists("REQUEST_ID_IN_USE", f"request {request_id!r} is running")
         if self._scheduler.num_waiting >= self._max_waiting:
@@ -134,6 +142,16 @@ class Engine:
         return tuple(generation.request.request_id for generation in found)
 
     @property
+    def has_requests(self) -> bool:
+        """Whether any is in hand."""
+        return bool(self._by_request)
+
+    @property
+    def grammars(self) -> set[str]:
+        """That requests in hand are bound to."""
+        return {generation.request.sampling.grammar for generation in self._by_request.values()} - {""}
+
+    @property
     def room_tokens(self) -> int:
         """Tokens of prompt and answer that the KV cache has room for in one sequence."""
         # The last token is sent and never attended: it needs no room.
@@ -150,8 +168,7 @@ class Engine:
             lost = self._scheduler.reset(capacity, estimator, epoch)
         self._capacity = capacity
         self._whole_pools = tuple(map(max, zip_longest(self._whole_pools, capacity.host_pools, fillvalue=0)))
-        self._is_open = True
-        self._is_suspended = False
+        self.availability.open()
         self._last_progress_s = time.monotonic()
         text = "the request fits nowhere without a CPU attention service that was lost"
         for sequence_id in lost:
@@ -161,11 +178,30 @@ class Engine:
 
     def suspend(self) -> None:
         """One epoch is over and the next is being opened: requests wait, and waiting is no stall."""
-        self._is_suspended = True
+        self.availability.is_suspended = True
+
+    def lose_executor(self, running: Collection[int], is_certain: bool) -> None:
+        """There is no executor: requests in hand wait for `open`, or for `close`, and new ones are refused.
+
+        `running`: sequences that it was computing. Not certain: something else may have brought it down.
+        """
+        self.availability.close()
+        self.counters.executor_losses += 1
+        self.changed.set()
+        self.note_failure(running, is_certain)
+
+    def note_failure(self, running: Collection[int], is_certain: bool = True) -> None:
+        """What the executor was computing is lost. Ends those that it fails at time and again; all others wait."""
+        if self._scheduler is None:
+            return
+        for sequence_id, verdict in self._scheduler.lose(running, is_certain):
+            generation = self._by_sequence[sequence_id]
+            logger.error("request %s ends: the executor fails at it", generation.request.request_id)
+            self._fail(generation, refusals.not_computed_again(verdict))
 
     def close(self, error: ServiceError) -> None:
         """No executor: every request fails, and new ones are refused until `open`."""
-        self._is_open = False
+        self.availability.close()
         self.changed.set()
         self.fail_all(error)
 
@@ -185,6 +221,7 @@ class Engine:
         start_ns = time.monotonic_ns()
         plan = self._scheduler.plan(start_ns * 1e-9)
         self.counters.planning_ns += time.monotonic_ns() - start_ns
+        self.last_plan = plan or self.last_plan
         return plan
 
     @property
@@ -200,6 +237,7 @@ class Engine:
         """Advances the sequences; the tokens are still to be delivered. The result is no failure."""
         assert self._scheduler is not None
         self._last_progress_s = time.monotonic()
+        self.last_result = result
         self.counters.add(result)
         for sequence_id, part in result.prompt_logprobs:
             if generation := self._by_sequence.get(sequence_id):
@@ -207,6 +245,10 @@ class Engine:
         for sequence_id, message in result.grammar_failures.items():
             if generation := self._by_sequence.get(sequence_id):
                 self._fail(generation, invalid_argument("request.constraint", message, "CONSTRAINT_FAILED"))
+        for sequence_id in result.not_finite:
+            if generation := self._by_sequence.get(sequence_id):
+                self._scheduler.forget_content(sequence_id)
+                self._fail(generation, refusals.not_finite())
         tokens = self._scheduler.apply(result, self._last_progress_s).tokens
         for token in tokens:
             if token.finish:  # The scheduler forgets it with the next plan.
@@ -231,20 +273,43 @@ class Engine:
 
     def drain(self) -> None:
         """Accepts nothing more; `idle` tells when the requests in hand have ended."""
-        self._draining = True
+        self.availability.is_draining = True
         self.changed.set()
 
     # --- what health and load balancers ask
 
+    @property
+    def is_draining(self) -> bool:
+        return self.availability.is_draining
+
+    @property
+    def num_requests(self) -> int:
+        """In hand."""
+        return len(self._by_request)
+
+    @property
+    def standing_s(self) -> float:
+        """For how long there has been work and none of it got ahead; 0 where there is nothing to do."""
+        waits = self.availability.is_open and not self.availability.is_suspended and bool(self._by_request)
+        return time.monotonic() - self._last_progress_s if waits else 0.0
+
     def is_alive(self) -> bool:
-        """False where there is work and none of it has got ahead for STALLED_AFTER_S."""
-        waits = self._is_open and not self._is_suspended and bool(self._by_request)
-        return not waits or time.monotonic() - self._last_progress_s < STALLED_AFTER_S
+        """False where it has stood for too long."""
+        return self.standing_s < self._stalled_after_s
 
     def is_ready(self) -> bool:
         """Whether a request would be served now."""
-        # Without a tier there is no room: a host-only server whose CPU attention service is lost.
-        return self._is_open and not self._draining and self.room_tokens > 1 and self.is_alive()
+        return not self.why_not_ready()
+
+    def why_not_ready(self) -> str:
+        """In words; empty where a request would be served now."""
+        if self.availability.is_draining:
+            return "the server is shutting down"
+        if not self.availability.is_open:
+            return self.availability.what_is_awaited
+        if self.room_tokens <= 1:
+            return "no CPU attention service is attached, and the GPU has no KV cache"
+        return "" if self.is_alive() else f"no iteration has ended for {self._stalled_after_s:g} s"
 
     def load(self) -> Load:
         scheduler, capacity = self._scheduler, self._capacity
@@ -261,6 +326,13 @@ class Engine:
             pool_blocks_used=scheduler.pool_blocks_used,
             classes=self.classes.loads(scheduler.num_waiting_of),
         )
+
+    @property
+    def sequences(self) -> Iterator[tuple[Sequence, str]]:
+        """Those in hand with their requests' ids, in order of arrival."""
+        for sequence in self._scheduler.sequences if self._scheduler else ():
+            generation = self._by_sequence.get(sequence.sequence_id)
+            yield sequence, generation.request.request_id if generation else ""
 
     def scheduler_counters(self) -> SchedulerCounters:
         """What the scheduler has counted since the planner started."""

@@ -4,6 +4,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 
 import grpc
+from google.protobuf import text_format
+from google.protobuf.message import Message
 
 from neoflex.v1 import cpu_attention_pb2, cpu_attention_pb2_grpc, executor_pb2, executor_pb2_grpc
 from planner_svc import wire
@@ -30,10 +32,16 @@ _LOAD_LAYERS_S = 1200.0
 _PROBE_S = 1.0
 _COMPILE_S = 180.0
 """The first grammar waits until the tokenizer is read, and one that was not kept takes a minute to convert."""
+_UNREACHABLE = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED}
+"""What a call ends with where nobody answers; anything else was said by gpu_svc."""
 
 
 class ExecutorLostError(Exception):
     """gpu_svc does not answer, or answers what it should not. Its sequences are gone."""
+
+
+class EpochRefusedError(ExecutorLostError):
+    """gpu_svc is there and can't do what this planner needs; the text says why. The next try may end the same way."""
 
 
 class ThreadsUnchangedError(Exception):
@@ -98,11 +106,28 @@ class Placement:
     """Whose weights cross the link in each iteration."""
     streamed_bytes: int = 0
     """Of weights, in each iteration."""
+    weight_bytes: int = 0
+    """On the device."""
+    buffer_bytes: int = 0
+    """On the device, that weights are streamed through."""
+    host_weight_bytes: int = 0
+    """Of weights in host memory."""
+    model_digest: str = ""
+    """Of the model that the executor has read, see ModelSpec.digest."""
 
     @property
     def host_blocks(self) -> int:
         """Of all pools."""
         return sum(pool.num_blocks for pool in self.pools)
+
+    @property
+    def gpu_kv_bytes(self) -> int:
+        return self.gpu_blocks * self.block_bytes
+
+    @property
+    def host_kv_bytes(self) -> int:
+        """Of all pools."""
+        return self.host_blocks * self.host_block_bytes
 
     @property
     def errors(self) -> str:
@@ -124,16 +149,43 @@ class ExecutorClient:
     def __init__(self, address: str, tls: TlsFiles | None = None) -> None:
         """Raises ConfigError where the certificate is of no use for calls."""
         self._link = ServiceLink(address, executor_pb2_grpc.ExecutorServiceStub, tls, _OPTIONS)
+        self._num_compiling = 0
+        self._compiling_failed = False
+
+    @property
+    def was_compiling(self) -> bool:
+        """Whether a grammar is being made ready, or that has failed since the last epoch was opened."""
+        return self._num_compiling > 0 or self._compiling_failed
 
     async def last_epoch(self, timeout_s: float) -> int:
-        """The latest epoch that gpu_svc has seen; waits up to `timeout_s` for the service."""
+        """The latest epoch that gpu_svc has seen; waits up to `timeout_s` for the service, which must not be ending."""
         try:
-            status = await self._link.stub.GetExecutorStatus(
-                executor_pb2.GetExecutorStatusRequest(), timeout=timeout_s, wait_for_ready=True
-            )
+            status = await self._status(timeout_s, wait_for_ready=True)
         except grpc.aio.AioRpcError as error:
             raise _lost(error) from error
+        if status.stopping:
+            raise ExecutorLostError("it has been told to stop")
         return int(status.epoch)
+
+    async def is_stopping(self) -> bool:
+        """Whether it has been told to stop; False where it does not answer."""
+        try:
+            return bool((await self._status(_PROBE_S)).stopping)
+        except grpc.aio.AioRpcError:
+            return False
+
+    async def describe(self) -> str:
+        """What it says of itself, in one line."""
+        try:
+            return _one_line(await self._status(_PROBE_S))
+        except grpc.aio.AioRpcError as error:
+            return f"no answer: {error.code().name}"
+
+    async def _status(self, timeout_s: float, wait_for_ready: bool = False) -> executor_pb2.GetExecutorStatusResponse:
+        status: executor_pb2.GetExecutorStatusResponse = await self._link.stub.GetExecutorStatus(
+            executor_pb2.GetExecutorStatusRequest(), timeout=timeout_s, wait_for_ready=wait_for_ready
+        )
+        return status
 
     async def open_epoch(
         self, epoch: int, limits: EpochLimits, profile: bool, policy: ExecutionPolicy | None
@@ -152,7 +204,10 @@ class ExecutorClient:
         try:
             opened = await self._link.stub.OpenEpoch(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
-            raise _lost(error) from error
+            if error.code() in _UNREACHABLE:
+                raise _lost(error) from error
+            raise EpochRefusedError(error.details() or error.code().name) from error
+        self._compiling_failed = False
         placement = Placement(
             device=opened.device,
             compute_dtype=opened.compute_dtype,
@@ -167,16 +222,24 @@ class ExecutorClient:
             resident_layers=opened.resident_layers,
             streamed_layers=opened.streamed_layers,
             streamed_bytes=opened.streamed_bytes,
+            weight_bytes=opened.weight_bytes,
+            buffer_bytes=opened.buffer_bytes,
+            host_weight_bytes=opened.host_weight_bytes,
+            model_digest=opened.model_digest,
         )
         return placement, wire.tables_from_message(opened.tables) if opened.HasField("tables") else None
 
     async def compile_grammar(self, grammar: str) -> str:
         """Has gpu_svc make a grammar ready; returns why it can't be kept to, or nothing."""
         request = executor_pb2.CompileGrammarRequest(grammar=grammar)
+        self._num_compiling += 1
         try:
             return str((await self._link.stub.CompileGrammar(request, timeout=_COMPILE_S)).error)
         except grpc.aio.AioRpcError as error:
+            self._compiling_failed = True
             raise _lost(error) from error
+        finally:
+            self._num_compiling -= 1
 
     def execute(self) -> "PlanStream":
         """A stream for the plans of one epoch."""
@@ -229,6 +292,8 @@ class HostStatus:
     num_threads: int
     max_threads: int
     """That it allows."""
+    is_stopping: bool = False
+    """Told to: it ends once it is let go."""
 
 
 class HostClient:
@@ -245,14 +310,25 @@ class HostClient:
         Raises TimeoutError where it is too slow to answer: busy, perhaps, and so not known to be lost.
         """
         try:
-            status = await self._link.stub.GetCpuAttentionStatus(
-                cpu_attention_pb2.GetCpuAttentionStatusRequest(), timeout=_PROBE_S
-            )
+            status = await self._status()
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise TimeoutError from error
             return None
-        return HostStatus(status.epoch, status.num_threads, status.max_threads)
+        return HostStatus(status.epoch, status.num_threads, status.max_threads, status.stopping)
+
+    async def describe(self) -> str:
+        """What it says of itself, in one line."""
+        try:
+            return _one_line(await self._status())
+        except grpc.aio.AioRpcError as error:
+            return f"no answer: {error.code().name}"
+
+    async def _status(self) -> cpu_attention_pb2.GetCpuAttentionStatusResponse:
+        status: cpu_attention_pb2.GetCpuAttentionStatusResponse = await self._link.stub.GetCpuAttentionStatus(
+            cpu_attention_pb2.GetCpuAttentionStatusRequest(), timeout=_PROBE_S
+        )
+        return status
 
     async def set_threads(self, num_threads: int) -> None:
         """From the next iteration on. Raises ThreadsUnchangedError where that is not certain."""
@@ -265,6 +341,11 @@ class HostClient:
 
     async def close(self) -> None:
         await self._link.close()
+
+
+def _one_line(message: Message) -> str:
+    """Fields that are not 0."""
+    return text_format.MessageToString(message, as_one_line=True)
 
 
 def _lost(error: grpc.aio.AioRpcError) -> ExecutorLostError:

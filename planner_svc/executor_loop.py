@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum
 
+from planner_svc import refusals
 from planner_svc.engine import Engine
-from planner_svc.estimator import OperationTables, TableEstimator
+from planner_svc.epochs import Epochs
 from planner_svc.executor_client import (
-    EpochLimits,
+    EpochRefusedError,
     ExecutorClient,
     ExecutorLostError,
     HostStatus,
@@ -21,8 +22,7 @@ from planner_svc.executor_client import (
 )
 from planner_svc.host_watch import PROBE_EVERY_S, HostWatch
 from planner_svc.policy_keeper import PolicyKeeper
-from planner_svc.policy_tables import MakeEstimator, PolicyTables
-from planner_svc.scheduler import Capacity, TokenEvent
+from planner_svc.scheduler import TokenEvent
 from planner_svc.traces import Traces
 from svc_common.errors import unavailable
 from svc_common.plan import ExecutionError, IterationPlan, IterationResult
@@ -30,8 +30,11 @@ from svc_common.policy import ExecutionPolicy
 
 PLANS_AHEAD = 2
 """One runs, one waits."""
-_CONNECT_S = 10.0
 _RETRY_S = 1.0
+_RECONNECT_S = 0.1
+"""Before one that was lost is looked for; from then on its connection waits for it."""
+_MAX_RETRY_S = 30.0
+"""Between tries to open an epoch that the executor refuses: each may cost it a measurement."""
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +46,13 @@ class EpochEnd(Enum):
     HOST_BACK = "a CPU attention service can be attached again"
     FAILED = "an iteration failed"
     POLICY = "layers are to run elsewhere"
+    HOST_STOPS = "a CPU attention service has been told to stop"
+    EXECUTOR_STOPS = "the executor has been told to stop"
+
+    @property
+    def takes_results(self) -> bool:
+        """Whether what runs and what waits is still worth having: nobody is lost."""
+        return self not in (EpochEnd.HOST_LOST, EpochEnd.FAILED)
 
 
 class ExecutorLoop:
@@ -52,44 +62,51 @@ class ExecutorLoop:
         self,
         engine: Engine,
         executor: ExecutorClient,
+        epochs: Epochs,
         watches: Sequence[HostWatch],
-        limits: EpochLimits,
-        block_tokens: int,
-        make_estimator: MakeEstimator,
         traces: Traces,
-        policy: ExecutionPolicy | None = None,
+        wait_s: float,
         policies: PolicyKeeper | None = None,
     ) -> None:
         """`watches`: one for each CPU attention service that is configured, by its pool.
 
-        Without a policy layers run where the executor puts them, or, if not all fit there, where `policies` says.
+        Requests wait for a lost executor for `wait_s` at most. `policies` may change where layers run.
         """
         self._engine = engine
         self._executor = executor
+        self._epochs = epochs
         self._watches = tuple(watches)
-        self._limits = limits
-        self._block_tokens = block_tokens
         self._traces = traces
-        self._policy = policy
+        self._wait_s = wait_s
         self._policies = policies
-        self._tables = PolicyTables(make_estimator)
-        self._capacity: Capacity | None = None
-        self._estimator: TableEstimator | None = None
-        self._epoch = time.time_ns()  # Later than any epoch of a planner before this one.
         self._driving = False
         self._requested_end: EpochEnd | None = None
         self._lost_pools: set[int] = set()
         """By what their services say or do not say, in this epoch."""
-        self.placement: Placement | None = None
+        self._in_flight: deque[IterationPlan] = deque()
+        """Plans of this epoch whose results are still to come."""
+        self._has_progressed = False
+        """This epoch has yielded a result."""
+        self._patience: asyncio.TimerHandle | None = None
+        """While requests wait for a lost executor."""
+        self._retry_s = _RECONNECT_S
+        """Until the executor is to be tried again."""
+        self._is_wary = False
+        """The executor was lost while grammars were made ready."""
+
+    @property
+    def placement(self) -> Placement | None:
         """Of the latest epoch; None before the first."""
+        return self._epochs.placement
 
     async def run(self) -> None:
         """Never returns; to be cancelled."""
         watchers = [asyncio.create_task(self._watch_host(pool)) for pool in range(len(self._watches))]
+        watchers.append(asyncio.create_task(self._watch_executor()))
         try:
             while True:
                 await self._serve_until_lost()
-                await asyncio.sleep(_RETRY_S)
+                await asyncio.sleep(self._retry_s)
         finally:
             for watcher in watchers:
                 watcher.cancel()
@@ -97,160 +114,102 @@ class ExecutorLoop:
     async def _serve_until_lost(self) -> None:
         """From finding the executor to losing it."""
         try:
-            await self._connect()
-            await self._prepare(profile=True)
-            await self._choose_first_policy()
+            await self._epochs.connect(hosts_too=self._engine.has_requests)
+            await self._epochs.open_first()
+            await self._make_grammars_ready()
             self._hand_over()
-            while True:
-                await self._next_epoch(await self._drive())
+            while (end := await self._drive()) is not EpochEnd.EXECUTOR_STOPS:
+                await self._next_epoch(end)
+            raise ExecutorLostError(end.value)
         except ExecutorLostError as error:
-            logger.error("executor lost: %s", error)
-            self._engine.close(unavailable("EXECUTOR_LOST", "the executor was lost; it is awaited", _RETRY_S))
+            self._await_executor(error)
         except Exception:
             logger.exception("the engine failed; all requests end and the executor is opened afresh")
+            self._retry_s = _RETRY_S
             self._engine.abandon(unavailable("ENGINE_FAILED", "the engine failed and is restarting", _RETRY_S))
 
-    async def _connect(self) -> None:
-        """Waits for gpu_svc; before the first epoch for all others too, so that start-up order does not matter."""
-        if self.placement is None:
-            for watch in self._watches:
-                await watch.until_it_answers()
-        while True:
-            try:
-                # Later than what another planner with a faster clock may have opened.
-                self._epoch = max(self._epoch, await self._executor.last_epoch(_CONNECT_S))
-                return
-            except ExecutorLostError as error:
-                logger.info("waiting for the executor: %s", error)
-                await asyncio.sleep(_RETRY_S)
+    async def _make_grammars_ready(self) -> None:
+        """Those of requests in hand, so that no iteration waits for them. Raises ExecutorLostError.
 
-    async def _open(self, profile: bool) -> None:
-        """Opens the next epoch and hands it to the engine. Raises ExecutorLostError."""
-        await self._prepare(profile)
-        self._hand_over()
+        Where the executor is lost at that, the next one is spared: then it shows in an iteration who is to blame.
+        """
+        if self._is_wary:
+            self._is_wary = False
+            return
+        for grammar in self._engine.grammars:
+            self._is_wary = True
+            await self._executor.compile_grammar(grammar)  # What it says of one, its sequence will be told.
+        self._is_wary = False
+
+    def _await_executor(self, error: ExecutorLostError) -> None:
+        """Requests wait for it to come back, which is tried again and again."""
+        is_refusal = isinstance(error, EpochRefusedError)
+        if self._engine.availability.is_open:
+            logger.error("executor lost: %s", error)
+            is_certain = not self._executor.was_compiling
+            self._engine.lose_executor(self._running_ids(self._in_flight), is_certain)
+            if self._wait_s > 0:
+                self._patience = asyncio.get_running_loop().call_later(self._wait_s, self._give_up)
+            else:
+                self._give_up()
+        self._retry_s = min(max(_RETRY_S, 2 * self._retry_s), _MAX_RETRY_S) if is_refusal else _RECONNECT_S
+        # Said once, however often it is tried.
+        if self._engine.availability.explain(str(error) if is_refusal else "") and is_refusal:
+            logger.warning("not ready: %s", error)
+
+    def _give_up(self) -> None:
+        self._engine.close(refusals.executor_lost(self._wait_s, _RETRY_S))
+
+    @staticmethod
+    def _running_ids(plans: "deque[IterationPlan]") -> frozenset[int]:
+        return frozenset().union(*(plan.sequence_ids for plan in plans))
 
     def _hand_over(self) -> None:
-        assert self._capacity is not None
-        assert self._estimator is not None
+        """The epoch that was opened is the engine's."""
+        epochs = self._epochs
+        assert epochs.capacity is not None
+        assert epochs.estimator is not None
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+        self._retry_s = _RECONNECT_S
         for watch in self._watches:
             watch.cores.begin_epoch()
-        self._engine.open(self._capacity, self._estimator, self._epoch)
-
-    async def _prepare(self, profile: bool) -> None:
-        """Opens the next epoch. Raises ExecutorLostError."""
-        placement, tables = await self._open_epoch(profile or not self._tables.knows(self._policy))
-        if tables is None and not self._tables.knows(placement.policy):
-            # Not as it was asked for: the CPU attention service, and with it its layers, has gone since.
-            placement, tables = await self._open_epoch(profile=True)
-        self._note_attachments(placement)
-        if tables is not None:
-            # What was asked for is known by that name only as long as it is what there is.
-            has_all = placement.host_blocks > 0 or not self._watches or self._policy is None
-            self._tables.add(tables, placement.policy, self._policy if has_all else placement.policy)
-        self._estimator = self._tables.estimator(placement.policy)
-        if self._estimator is None:
-            raise ExecutorLostError("the executor measured no tables")
-        if tables is not None:
-            for watch, pool in zip(self._watches, placement.pools, strict=True):
-                watch.cores.measured(self._estimator, pool.num_threads)
-        self._estimator.stream(placement.streamed_layers, placement.streamed_bytes)
-        self._capacity = Capacity(
-            gpu_blocks=placement.gpu_blocks,
-            host_pools=tuple(pool.num_blocks for pool in placement.pools),
-            block_tokens=self._block_tokens,
-            max_sequences=self._limits.max_sequences,
-            max_batch_tokens=self._limits.max_batch_tokens,
-            max_sequence_tokens=self._limits.max_sequence_tokens,
-            block_bytes=placement.host_block_bytes,
-            has_cpu_layers=placement.policy is not None and placement.policy.decode_cpu_layers > 0,
-        )
-        self.placement = placement
-        if self._policies:
-            self._policies.opened(placement, time.monotonic())
-        logger.info(
-            "epoch %d: %s, %s, KV %s, on the host %s, %d GPU blocks, %s host blocks of %d tokens, "
-            "%s CPU attention threads%s%s",
-            self._epoch,
-            placement.device,
-            placement.compute_dtype,
-            placement.kv_dtype,
-            placement.host_kv_dtype,
-            placement.gpu_blocks,
-            " + ".join(str(pool.num_blocks) for pool in placement.pools) or 0,
-            self._block_tokens,
-            " + ".join(str(pool.num_threads) for pool in placement.pools) or 0,
-            f"; {placement.errors}" if placement.errors else "",
-            f"; {placement.streamed_layers} layers are streamed" if placement.streamed_layers else "",
-        )
-
-    def _note_attachments(self, placement: Placement) -> None:
-        """Raises ExecutorLostError where the executor is not the one that is configured, or is not yet complete."""
-        if len(placement.pools) != len(self._watches):
-            raise ExecutorLostError(f"it has {len(placement.pools)} host pools, configured are {len(self._watches)}")
-        for watch, pool in zip(self._watches, placement.pools, strict=True):
-            watch.note_attachment(pool.num_blocks > 0)
-        if self.placement is None and not all(pool.num_blocks for pool in placement.pools):
-            raise ExecutorLostError(f"not all CPU attention at the first start: {placement.errors}")
+        self._engine.open(epochs.capacity, epochs.estimator, epochs.number)
 
     async def _next_epoch(self, end: EpochEnd) -> None:
         """Carries the requests in hand over into a new epoch."""
-        logger.warning("epoch %d ends: %s", self._epoch, end.value)
+        logger.warning("epoch %d ends: %s", self._epochs.number, end.value)
         if end is EpochEnd.FAILED:
-            self._engine.fail_all(unavailable("EXECUTION_FAILED", "the executor failed at an iteration", _RETRY_S))
-        if end is EpochEnd.HOST_LOST:
-            await self._lose_hosts()
+            # The oldest plan is the one that failed; what was sent after it never ran.
+            self._engine.note_failure(self._in_flight[0].sequence_ids if self._in_flight else ())
+        if end in (EpochEnd.HOST_LOST, EpochEnd.HOST_STOPS):
+            await self._tell_who_is_lost()
+        self._in_flight.clear()
         self._engine.suspend()
-        # Tables measured without the host say nothing about attention there.
-        tables = self._tables.tables(self._policy)
-        await self._open(profile=end is EpochEnd.HOST_BACK and tables is not None and not tables.cpu_decode)
-
-    async def _open_epoch(self, profile: bool) -> tuple[Placement, OperationTables | None]:
-        self._epoch += 1
-        return await self._executor.open_epoch(self._epoch, self._limits, profile, self._policy)
-
-    async def _choose_first_policy(self) -> None:
-        """Measures layers on the CPU where some don't fit on the device, and opens an epoch by the policy chosen."""
-        assert self.placement is not None
-        policy = self._policies.to_measure(self.placement) if self._policies else None
-        if self._policies is None or policy is None:
-            return
-        before, self._policy = self._policy, policy
-        await self._prepare(profile=True)
-        tables = self._tables.tables(self.placement.policy)
-        assert tables is not None
-        chosen = await asyncio.to_thread(self._policies.measured, self.placement, tables)
-        self._tables.of_both = self._policies.tables
-        self._policy = chosen or before
-        await self._prepare(profile=False)
+        if end is EpochEnd.FAILED and not self._has_progressed:
+            await asyncio.sleep(_RETRY_S)  # It may be the device: not as fast as epochs can be opened.
+        await self._epochs.open_next(host_is_back=end is EpochEnd.HOST_BACK)
+        self._hand_over()
 
     def change_policy(self, policy: ExecutionPolicy | None) -> None:
         """Layers run as `policy` says from a new epoch on, which begins at once.
 
         Requests in hand go on in it, computed again from prompt and tokens so far. No policy: the executor's own.
         """
-        if policy == self._policy:
+        if policy == self._epochs.policy:
             return
-        self._policy = policy
+        self._epochs.policy = policy
         if self._driving:
             self._request_end(EpochEnd.POLICY)
 
-    async def _lose_hosts(self) -> None:
-        """Tells callers who fit nowhere else, before the executor has given up on a service and opened the next epoch.
-
-        Where the executor was the first to notice it did not say which: that is asked for here.
-        """
-        assert self._capacity is not None
-        assert self._estimator is not None
-        assert self.placement is not None
-        lost = set(self._lost_pools)
-        if not lost:
-            answers = await asyncio.gather(*(watch.is_lost() for watch in self._watches))
-            lost = {pool for pool, is_lost in enumerate(answers) if is_lost}
-        for pool in lost:
-            self.placement = self.placement.with_pool(pool, num_blocks=0, num_threads=0, error="lost")
-        self._capacity = replace(self._capacity, host_pools=tuple(pool.num_blocks for pool in self.placement.pools))
-        self._epoch += 1
-        self._engine.open(self._capacity, self._estimator, self._epoch)
+    async def _tell_who_is_lost(self) -> None:
+        """Ends requests that fit nowhere else, before the executor has given up on a service and the next epoch is."""
+        epochs = self._epochs
+        await epochs.lose_hosts(self._lost_pools)
+        assert epochs.capacity is not None
+        assert epochs.estimator is not None
+        self._engine.open(epochs.capacity, epochs.estimator, epochs.number)
 
     async def _drive(self) -> EpochEnd:
         """Feeds plans and takes results until the epoch is over. Raises ExecutorLostError."""
@@ -259,6 +218,8 @@ class ExecutorLoop:
         reader = asyncio.create_task(self._read(stream, results))
         self._requested_end = None
         self._lost_pools.clear()
+        self._in_flight.clear()
+        self._has_progressed = False
         self._driving = True
         try:
             return await self._exchange(stream, results)
@@ -268,14 +229,14 @@ class ExecutorLoop:
             stream.close()
 
     async def _exchange(self, stream: PlanStream, results: "deque[IterationResult | Exception]") -> EpochEnd:
-        in_flight: deque[IterationPlan] = deque()
+        in_flight = self._in_flight
         self._engine.wake.set()
         while True:
             await self._engine.wake.wait()
             self._engine.wake.clear()
             tokens: list[TokenEvent] = []
             end = self._requested_end
-            while results and end is None:
+            while results and (end is None or end.takes_results):
                 result = results.popleft()
                 if isinstance(result, Exception):
                     self._engine.deliver(tokens)
@@ -284,20 +245,28 @@ class ExecutorLoop:
                     end = self._end_of(result)
                 else:
                     plan = in_flight.popleft()
+                    self._has_progressed = True
                     tokens += self._engine.apply(result)
                     for watch in self._watches:
                         watch.cores.observe(result)
                     if result.trace is not None:
                         self._traces.publish(replace(result.trace, predicted_ns=round(plan.predicted_s * 1e9)))
-            # Plan first: the executor must not wait while text is made of tokens.
-            while end is None and len(in_flight) < PLANS_AHEAD and (next_plan := self._engine.plan()):
-                for watch, num_in_pool in zip(self._watches, self._engine.num_by_pool, strict=True):
-                    watch.cores.planned(next_plan, num_in_pool)
-                await stream.send(replace(next_plan, trace=True) if self._traces.are_wanted else next_plan)
-                in_flight.append(next_plan)
-            self._engine.deliver(tokens)
-            if end is not None:
+            try:
+                # Plan first: the executor must not wait while text is made of tokens.
+                if end is None:
+                    await self._feed(stream)
+            finally:
+                self._engine.deliver(tokens)
+            if end is not None and not (end.takes_results and in_flight):
                 return end
+
+    async def _feed(self, stream: PlanStream) -> None:
+        """Sends plans until enough are on their way or nothing is to be done. Raises ExecutorLostError."""
+        while len(self._in_flight) < PLANS_AHEAD and (plan := self._engine.plan()):
+            for watch, num_in_pool in zip(self._watches, self._engine.num_by_pool, strict=True):
+                watch.cores.planned(plan, num_in_pool)
+            self._in_flight.append(plan)
+            await stream.send(replace(plan, trace=True) if self._traces.are_wanted else plan)
 
     async def _read(self, stream: PlanStream, results: "deque[IterationResult | Exception]") -> None:
         """Puts what the executor sends, its loss included, where the loop finds it."""
@@ -322,10 +291,10 @@ class ExecutorLoop:
         watch = self._watches[pool]
         while True:
             await asyncio.sleep(PROBE_EVERY_S)
-            epoch = self._epoch
+            epoch = self._epochs.number
             with contextlib.suppress(TimeoutError):
                 status = await watch.status()
-                if self._driving and self._epoch == epoch:
+                if self._driving and self._epochs.number == epoch:
                     self._compare(pool, status)
                     if status and status.region_epoch == epoch:
                         await watch.adjust_threads()
@@ -335,26 +304,60 @@ class ExecutorLoop:
         """With the service attached: without it there is one policy only. A search may take a second."""
         if self._policies is None:
             return
+        if self._engine.is_draining:
+            return
         policy = await asyncio.to_thread(self._policies.consider, self._engine.demand, time.monotonic())
-        if policy is not None and self._epoch == epoch:
+        if policy is not None and self._epochs.number == epoch:
             self.change_policy(policy)
 
     def _compare(self, pool: int, status: HostStatus | None) -> None:
         """`status` is None where nobody answers."""
-        assert self._capacity is not None
-        assert self.placement is not None
+        epochs = self._epochs
+        assert epochs.capacity is not None
+        assert epochs.placement is not None
         watch = self._watches[pool]
-        if self._capacity.host_pools[pool] > 0:
-            if status is None or status.region_epoch != self._epoch:
+        if epochs.capacity.host_pools[pool] > 0:
+            if status is None or status.region_epoch != epochs.number:
                 self._lost_pools.add(pool)
                 self._request_end(EpochEnd.HOST_LOST)
+            elif watch.must_be_let_go(status) and not self._engine.is_draining:
+                self._lost_pools.add(pool)
+                self._request_end(EpochEnd.HOST_STOPS)
             else:
                 watch.cores.note(status)
-                self.placement = self.placement.with_pool(
+                epochs.placement = epochs.placement.with_pool(
                     pool, num_threads=status.num_threads, thread_limits=watch.cores.limits
                 )
-        elif status is not None and watch.may_be_attached and self._requested_end is None:
+        elif status is not None and self._may_attach(watch, status):
             self._request_end(EpochEnd.HOST_BACK)
+
+    def _may_attach(self, watch: HostWatch, status: HostStatus) -> bool:
+        """Whether it is worth a new epoch."""
+        is_wanted = self._requested_end is None and not self._engine.is_draining
+        return is_wanted and not status.is_stopping and watch.may_be_attached
+
+    # --- the executor
+
+    async def _watch_executor(self) -> None:
+        """Each second: has it been told to stop, and this planner not? Then it gets no more plans, and may end."""
+        was_stopping = False
+        while True:
+            await asyncio.sleep(PROBE_EVERY_S)
+            epoch, is_stopping = self._epochs.number, self._driving and await self._executor.is_stopping()
+            if is_stopping and was_stopping and self._epochs.number == epoch and not self._engine.is_draining:
+                self._request_end(EpochEnd.EXECUTOR_STOPS)
+            was_stopping = is_stopping
+
+    async def describe(self) -> str:
+        """What the other services say of themselves, a line each."""
+        lines = await asyncio.gather(self._executor.describe(), *(watch.describe() for watch in self._watches))
+        return "\n".join([f"executor: {lines[0]}", *(f"CPU attention at {line}" for line in lines[1:])])
+
+    @property
+    def state_text(self) -> str:
+        """In one line."""
+        ends = f", ends: {self._requested_end.value}" if self._requested_end else ""
+        return f"epoch {self._epochs.number}, {'driving' if self._driving else 'between two epochs'}{ends}"
 
     def _request_end(self, end: EpochEnd) -> None:
         self._requested_end = end

@@ -180,6 +180,16 @@ class Generation:
         return self._take()
 
     @property
+    def num_tokens(self) -> int:
+        """Generated so far."""
+        return self._num_tokens
+
+    @property
+    def outcome(self) -> Finished | ServiceError | None:
+        """How it ended; None while it runs, and where its caller has gone."""
+        return self._outcome
+
+    @property
     def finished(self) -> Finished:
         """How it ended; to be asked for after the last delta."""
         assert isinstance(self._outcome, Finished)

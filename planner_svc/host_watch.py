@@ -29,6 +29,8 @@ class HostWatch:
         """When it was asked last."""
         self._silent_until_s = 0.0
         """Until then it may have been attached and yet not be found here."""
+        self._was_stopping = False
+        """When it was asked last but one."""
 
     async def status(self) -> HostStatus | None:
         """What it says of itself; None where nobody answers.
@@ -60,6 +62,15 @@ class HostWatch:
             if attempt % 10 == 9:
                 logger.info("waiting for the CPU attention service at %s", self._host.address)
             await asyncio.sleep(_RETRY_S)
+
+    def must_be_let_go(self, status: HostStatus) -> bool:
+        """Whether it has been told to stop for a second: had the planner been told as well, it would know by now."""
+        was_stopping, self._was_stopping = self._was_stopping, status.is_stopping
+        return was_stopping and status.is_stopping
+
+    async def describe(self) -> str:
+        """What the service says of itself, in one line."""
+        return f"{self._host.address}: {await self._host.describe()}"
 
     async def adjust_threads(self) -> None:
         """Where that is due."""

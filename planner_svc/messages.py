@@ -107,6 +107,8 @@ def counters_message(counters: Counters, scheduler: SchedulerCounters) -> pb.Ser
         planning_ns=counters.planning_ns,
         cpu_threads_grown=counters.cpu_threads_grown,
         cpu_threads_shrunk=counters.cpu_threads_shrunk,
+        stalls=counters.stalls,
+        executor_losses=counters.executor_losses,
     )
 
 
@@ -122,6 +124,16 @@ def pool_messages(placement: Placement) -> list[pb.HostPoolInfo]:
         )
         for pool in placement.pools
     ]
+
+
+def memory_message(placement: Placement) -> pb.MemoryUse:
+    return pb.MemoryUse(
+        device_weight_bytes=placement.weight_bytes,
+        device_buffer_bytes=placement.buffer_bytes,
+        device_kv_bytes=placement.gpu_kv_bytes,
+        host_weight_bytes=placement.host_weight_bytes,
+        host_kv_bytes=placement.host_kv_bytes,
+    )
 
 
 def load_message(load: Load) -> pb.GetLoadResponse:

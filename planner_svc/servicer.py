@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,13 +11,15 @@ import grpc
 from neoflex.v1 import inference_pb2 as pb
 from neoflex.v1 import inference_pb2_grpc
 from planner_svc import messages, requests
+from planner_svc.access_log import AccessLog
 from planner_svc.classes import ServiceClasses
-from planner_svc.constraints import Constraint, ConstraintError, grammar_of
 from planner_svc.engine import Engine
-from planner_svc.executor_client import ExecutorLostError, Placement
+from planner_svc.executor_client import Placement
 from planner_svc.generation import Generation, GenerationRequest
-from planner_svc.requests import ChatPrompt, GenerationOptions, Limits, Prompt, TextPrompt
-from svc_common.errors import ServiceError, invalid_argument, unavailable
+from planner_svc.grammar_door import GrammarDoor
+from planner_svc.requests import MAX_REQUEST_ID_CHARACTERS, ChatPrompt, GenerationOptions, Limits, Prompt, TextPrompt
+from svc_common.errors import ServiceError, invalid_argument
+from svc_common.logs import log_about
 from svc_common.model.chat_template import ChatTemplateError, ToolsUnknownError
 from svc_common.model.spec import ModelSpec
 from svc_common.model.tokenizer import Tokenizer
@@ -47,16 +49,20 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         engine: Engine,
         classes: ServiceClasses,
         placement: Callable[[], Placement | None],
-        compile_grammar: Callable[[str], Awaitable[str]],
+        grammars: GrammarDoor,
+        access: AccessLog,
     ) -> None:
-        """`placement` returns that of the current epoch, None before the first. `compile_grammar` has the executor make
-        a grammar ready and returns why it can't, or nothing; it raises ExecutorLostError.
-        """
+        """`placement` returns that of the current epoch, None before the first."""
         self._model = model
         self._engine = engine
         self._classes = classes
         self._placement = placement
-        self._compile_grammar = compile_grammar
+        self._grammars = grammars
+        self._access = access
+        self._num_open = 0
+        self.idle = asyncio.Event()
+        """Set while no accepted request's call is open: what it was answered has left."""
+        self.idle.set()
         self._started_s = time.monotonic()
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
@@ -109,7 +115,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:
         placement = self._placement()
         if placement is None:
-            raise unavailable("LOADING", "the types to compute in are not known before the executor is there", 1.0)
+            raise self._engine.availability.closed()
         spec = self._model.spec
         return pb.GetModelInfoResponse(
             name=self._model.name,
@@ -131,6 +137,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             block_tokens=self._model.block_tokens,
             counters=messages.counters_message(self._engine.counters, self._engine.scheduler_counters()),
             service_classes=messages.class_messages(self._classes, self._engine.classes.counters),
+            not_ready=self._engine.why_not_ready(),
         )
         if factors := self._engine.calibration_factors():
             response.calibration.CopyFrom(messages.calibration_message(factors))
@@ -140,6 +147,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             response.host_block_bytes = placement.host_block_bytes
             response.gpu_blocks = placement.gpu_blocks
             response.host_pools.extend(messages.pool_messages(placement))
+            response.memory_use.CopyFrom(messages.memory_message(placement))
             response.host_blocks = sum(pool.num_blocks for pool in response.host_pools)
             response.cpu_attention_threads = sum(pool.num_threads for pool in response.host_pools)
             response.cpu_attention_min_threads = sum(pool.min_threads for pool in response.host_pools)
@@ -156,15 +164,27 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             prompt, options = requests.parse_generation(message, self._model.limits, self._classes)
             self._engine.check_open(options.request_id)
             tokens = await self._tokens_of(prompt, prefix="request.")
-            grammar = await self._grammar_of(options.constraint) if options.constraint else ""
+            grammar = await self._grammars.make_ready(options.constraint) if options.constraint else ""
             request = self._resolve(prompt, tokens, options, grammar, arrival_ns)
             generation = self._engine.submit(request, f"request.{requests.prompt_field(prompt)}")
-        except ServiceError:
+        except ServiceError as error:
             self._engine.counters.refused_requests += 1
+            self._access.refused(message.request_id[:MAX_REQUEST_ID_CHARACTERS], _gateway_id(context), error)
             raise
-        # Cancelled, past its deadline, broken: whichever way the call ends, nobody waits for the rest.
-        context.add_done_callback(lambda _: self._engine.withdraw(generation))  # type: ignore[arg-type]  # stub: a class
+        log_about(request.request_id)
+        self._num_open += 1
+        self.idle.clear()
+        gateway_id = _gateway_id(context)
+        context.add_done_callback(lambda _: self._end(generation, gateway_id))  # type: ignore[arg-type]  # stub: a class
         return generation
+
+    def _end(self, generation: Generation, gateway_id: str | None) -> None:
+        """Cancelled, past its deadline, broken: whichever way the call ended, nobody waits for the rest."""
+        self._engine.withdraw(generation)
+        self._access.ended(generation, gateway_id)
+        self._num_open -= 1
+        if not self._num_open:
+            self.idle.set()
 
     async def _tokens_of(self, prompt: Prompt, prefix: str) -> tuple[int, ...]:
         """Token ids of a prompt; text is tokenized on another thread, so that a long one holds up nobody.
@@ -187,20 +207,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         requests.check_vocabulary(field, tokens, self._model.limits)
         return tokens
 
-    async def _grammar_of(self, constraint: Constraint) -> str:
-        """What the executor has ready by now, so that no iteration waits for it. Raises ServiceError."""
-        field = f"request.constraint.{constraint.kind}"
-        try:
-            grammar = await asyncio.to_thread(grammar_of, constraint)
-            error = await self._compile_grammar(grammar)
-        except ConstraintError as refusal:
-            raise invalid_argument(field, str(refusal), "CONSTRAINT_UNSUPPORTED") from refusal
-        except ExecutorLostError as lost:
-            raise unavailable("EXECUTOR_LOST", "the executor was lost; it is awaited", 1.0) from lost
-        if error:
-            raise invalid_argument(field, error, "CONSTRAINT_UNSUPPORTED")
-        return grammar
-
     def _resolve(
         self, prompt: Prompt, tokens: tuple[int, ...], options: GenerationOptions, grammar: str, arrival_ns: int
     ) -> GenerationRequest:
@@ -222,3 +228,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             targets=options.targets,
             cache_salt=options.cache_salt,
         )
+
+
+def _gateway_id(context: Context) -> str | None:
+    """How the gateway, or whoever calls like it, knows the request."""
+    for key, value in context.invocation_metadata() or ():
+        if key == "x-request-id" and isinstance(value, str):
+            return value[:MAX_REQUEST_ID_CHARACTERS]
+    return None

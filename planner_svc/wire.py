@@ -125,6 +125,7 @@ def result_from_message(message: pb.IterationResult) -> IterationResult:
         },
         prompt_logprobs=tuple((item.sequence_id, _prompt_logprobs(item)) for item in message.prompt_logprobs),
         grammar_failures={item.sequence_id: item.message for item in message.grammar_failures},
+        not_finite=tuple(message.not_finite_sequence_ids),
         timings=Timings(
             total_ns=timings.total_ns,
             cpu_wait_ns=timings.cpu_wait_ns,

@@ -101,9 +101,14 @@ def failed_precondition(reason: str, text: str) -> ServiceError:
     return ServiceError(grpc.StatusCode.FAILED_PRECONDITION, reason, text)
 
 
-def _internal() -> ServiceError:
+def internal(reason: str, text: str) -> ServiceError:
+    """The service failed at a request, through no fault of the caller that is known."""
+    return ServiceError(grpc.StatusCode.INTERNAL, reason, text)
+
+
+def _unexpected() -> ServiceError:
     """Says nothing of what happened: that is in the log."""
-    return ServiceError(grpc.StatusCode.INTERNAL, "INTERNAL", "internal error; the service's log has the details")
+    return internal("INTERNAL", "internal error; the service's log has the details")
 
 
 def to_status(error: ServiceError) -> status_pb2.Status:
@@ -241,6 +246,6 @@ async def _abort(error: Exception, context: grpc.aio.ServicerContext[Any, Any], 
         raise error
     if not isinstance(error, ServiceError):
         logger.error("%s failed", method, exc_info=error)
-        error = _internal()
+        error = _unexpected()
     status = rpc_status.to_status(to_status(error))
     await context.abort(status.code, status.details, status.trailing_metadata)

@@ -37,6 +37,7 @@ LIVENESS = "liveness"
 READINESS = "readiness"
 
 logger = logging.getLogger(__name__)
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class ListenError(Exception):
@@ -109,18 +110,22 @@ class GrpcServer:
         await self._server.stop(grace_s)
 
 
-async def until_stop_signal() -> None:
-    """Returns at the first SIGTERM or SIGINT. A second one ends the process at once, as without a handler."""
-    loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    await stop.wait()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        with contextlib.suppress(ValueError):
-            loop.remove_signal_handler(number)
+class StopSignal:
+    """SIGTERM and SIGINT from here on. A second one ends the process at once, as without a handler."""
 
+    def __init__(self) -> None:
+        """Within the event loop, before anybody can know that the service is there."""
+        self._loop = asyncio.get_running_loop()
+        self._came = asyncio.Event()
+        for number in _STOP_SIGNALS:
+            self._loop.add_signal_handler(number, self._note)
 
-def configure_logging(service: str) -> None:
-    """Lines of time, service, level and text on standard error."""
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {service} %(levelname)s %(message)s")
+    def _note(self) -> None:
+        self._came.set()
+        for number in _STOP_SIGNALS:
+            with contextlib.suppress(ValueError):
+                self._loop.remove_signal_handler(number)
+
+    async def wait(self) -> None:
+        """Returns once one has come."""
+        await self._came.wait()

@@ -9,6 +9,17 @@ _MEMINFO = Path("/proc/meminfo")
 _SMAPS = Path("/proc/self/smaps")
 _HUGE_FIELDS = ("ShmemPmdMapped", "FilePmdMapped", "Shared_Hugetlb", "Private_Hugetlb")
 
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def size_text(num_bytes: float) -> str:
+    """Bytes for people: 98.4 MiB."""
+    for unit in _UNITS[:-1]:
+        if abs(num_bytes) < 1024:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} {_UNITS[-1]}"
+
 
 def usable_memory_bytes(
     cgroup_root: Path = CGROUP_ROOT, own_cgroups: Path = OWN_CGROUPS, meminfo: Path = _MEMINFO

@@ -139,6 +139,13 @@ class IterationPlan:
     pool_decodes: tuple[int, ...] = ()
     """Sequences attended in each host pool, where there are several; stays with the planner."""
 
+    @property
+    def sequence_ids(self) -> frozenset[int]:
+        """Those that it computes or moves."""
+        ids = {sequence_id for batch in self.sub_batches for sequence_id in batch.sequence_ids}
+        moved = {swap.sequence_id for swap in self.swaps}
+        return frozenset(ids | moved | set(self.cohort.sequence_ids if self.cohort else ()))
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
@@ -215,6 +222,8 @@ class IterationResult:
     """(sequence_id, part), in the plan's order; after a recomputation positions may come again."""
     grammar_failures: dict[int, str] = field(default_factory=dict)
     """Why a sequence can't go on in its grammar, by sequence_id: its token is of no use."""
+    not_finite: tuple[int, ...] = ()
+    """Sequences for which the model computed NaN or infinity: their tokens are of no use."""
     timings: Timings = Timings()
     swapped_out_bytes: int = 0
     swapped_in_bytes: int = 0

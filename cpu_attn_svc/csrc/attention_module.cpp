@@ -99,5 +99,7 @@ NB_MODULE(_attention, m) {
              "layer submits them, or with `in_turn` all layers of one before the next; and (first_row, num_layers, chunk_starts, chunk_tokens, context_tokens, block_tables,\n"
              "rotations) through the CPU layers, tables of chunks before those of decodes, rotations as addresses of cos\n"
              "and sin. Returns (compute_ns, wait_ns, trace); the last is empty unless `trace`, see IterationTimes.")
-        .def("cancel", &Worker::cancel, "Ends the running iteration, and each later one, at its next wait or CPU layer.");
+        .def("cancel", &Worker::cancel, "Ends the running iteration, and each later one, at its next wait or CPU layer.")
+        .def_prop_ro("computing_ns", &Worker::computing_ns,
+                     "For how long it has been computing in a single layer; 0 while it waits or is idle.");
 }

@@ -30,6 +30,18 @@ std::uint64_t trace_code(std::uint64_t kind, std::size_t index, int layer) {
     return kind << 32 | static_cast<std::uint64_t>(index) << 16 | static_cast<std::uint64_t>(layer);
 }
 
+// Holds a time for as long as it lives, then 0.
+class SinceWhen {
+  public:
+    SinceWhen(std::atomic<std::uint64_t>& place, std::uint64_t ns) : place_(place) {
+        place_.store(ns, std::memory_order_relaxed);
+    }
+    ~SinceWhen() { place_.store(0, std::memory_order_relaxed); }
+
+  private:
+    std::atomic<std::uint64_t>& place_;
+};
+
 }  // namespace
 
 Worker::Worker(Region& region, const Kernel& kernel, ThreadPool& threads, LayerRunner* layers)
@@ -83,6 +95,7 @@ IterationTimes Worker::run(const std::vector<SubBatch>& sub_batches, LayerRange 
             wait(waiters_[next.slot], control.submitted[next.slot], next.first_submit + number);
         }
         const auto begun = Clock::now();
+        const SinceWhen computing(computing_since_ns_, to_ns(begun));
         std::array<std::uint64_t, 4> event{};
         if (attends) {
             const int layer = layers.first + static_cast<int>(turn);
@@ -122,6 +135,12 @@ void Worker::cancel() {
     cancelled_.store(true);
     for (auto& bell : region_.control().submitted) bell.nudge();
     region_.control().layers_submitted.nudge();
+}
+
+std::uint64_t Worker::computing_ns() const {
+    const std::uint64_t since_ns = computing_since_ns_.load(std::memory_order_relaxed);
+    const std::uint64_t now_ns = to_ns(Clock::now());
+    return since_ns == 0 || now_ns < since_ns ? 0 : now_ns - since_ns;
 }
 
 void Worker::check(const std::vector<SubBatch>& sub_batches, LayerRange layers, const LayerWork& work) const {

@@ -62,6 +62,9 @@ class Worker {
     // Ends the running iteration, and each later one, at its next wait or CPU layer. From any thread.
     void cancel();
 
+    // For how long it has been computing, in a single layer; 0 while it waits or is idle. From any thread.
+    std::uint64_t computing_ns() const;
+
   private:
     void check(const std::vector<SubBatch>& sub_batches, LayerRange layers, const LayerWork& work) const;
     // Why nobody wants the iteration any more; null: somebody does.
@@ -80,6 +83,7 @@ class Worker {
     Waiter waiters_[num_slots];
     Waiter layer_waiter_;
     std::atomic<bool> cancelled_{false};
+    std::atomic<std::uint64_t> computing_since_ns_{0};  // 0: it does not
 };
 
 }  // namespace neoflex

@@ -5,6 +5,7 @@ import torch
 from gpu_svc.attention.backend import AttentionBackend, DecodeAttention, PrefillAttention
 from gpu_svc.attention.cpu_backend import CpuAttention
 from gpu_svc.attention.torch_backend import TorchAttention
+from gpu_svc.device_kernels import has_triton
 from gpu_svc.kv_cache import KvShape
 from svc_common.model.spec import ModelSpec
 
@@ -22,4 +23,8 @@ def make_backend(spec: ModelSpec, shape: KvShape, dtype: torch.dtype, device: to
     """The device's own; `dtype` is the compute type."""
     if device.type == "cpu":
         return CpuAttention(spec, shape, dtype)
-    return TorchAttention(spec, shape.block_tokens, dtype, device)
+    if not has_triton(device):
+        return TorchAttention(spec, shape.block_tokens, dtype, device)
+    from gpu_svc.attention.triton_backend import TritonAttention  # Torch for CPUs brings no Triton.
+
+    return TritonAttention(spec, shape.block_tokens, dtype, device)

@@ -57,6 +57,11 @@ class PrefillAttention(Protocol):
 class AttentionBackend(Protocol):
     """Made once per epoch."""
 
+    @property
+    def reads_tails(self) -> bool:
+        """Whether it multiplies by 0 what lies in a block behind its sequence, which therefore must be finite."""
+        ...
+
     def decode(self, context_tokens: NDArray[np.int64], block_tables: NDArray[np.int32]) -> DecodeAttention:
         """context_tokens [n] include the new token; block_tables [n, stride]."""
         ...

@@ -20,6 +20,8 @@ from svc_common.model.spec import ModelSpec
 class CpuAttention:
     """The backend of device cpu."""
 
+    reads_tails = False
+
     def __init__(self, spec: ModelSpec, shape: KvShape, dtype: torch.dtype) -> None:
         """`dtype` is the compute type."""
         self._windows = LayerWindows(spec)

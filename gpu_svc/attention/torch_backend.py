@@ -44,6 +44,8 @@ def _by_token(rows: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 class TorchAttention:
     """The reference backend."""
 
+    reads_tails = True
+
     def __init__(self, spec: ModelSpec, block_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
         """`dtype` is the compute type; the cache's own may differ."""
         self._spec = spec

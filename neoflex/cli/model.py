@@ -5,8 +5,9 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from neoflex.cli.output import fetch_model, out, size
+from neoflex.cli.output import fetch_model, out
 from svc_common.config import ModelConfig
+from svc_common.memory import size_text
 from svc_common.model.store import list_models
 
 app = typer.Typer(no_args_is_help=True, help="Fetch and list models.")
@@ -26,5 +27,5 @@ def list_() -> None:
     table.add_column("where", overflow="fold")  # A path that is cut off helps nobody.
     for model in list_models():
         where = str(model.path) if model.path else f"not here: neoflex model fetch {model.name}"
-        table.add_row(model.name, size(model.size_bytes), model.license, where)
+        table.add_row(model.name, size_text(model.size_bytes), model.license, where)
     out.print(table)

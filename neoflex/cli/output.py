@@ -9,7 +9,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.status import Status
 from rich.text import Text
 
-from neoflex.types import Counters, ModelInfo, ServerInfo, Usage
+from neoflex.types import Counters, MemoryUse, ModelInfo, ServerInfo, Usage
+from svc_common.memory import size_text
 from svc_common.model import fetch
 from svc_common.model.store import ModelFiles
 
@@ -17,7 +18,6 @@ out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
 STARTING = "starting the services (they load the model and measure this machine) ..."
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def fail(text: str, code: int = 1) -> NoReturn:
@@ -39,19 +39,28 @@ def explain_device(device: str, indent: int = 0) -> None:
         err.print(" " * indent + "no GPU here: torch on the CPU plays the GPU, in a process of its own", style="dim")
 
 
-def size(num_bytes: float) -> str:
-    """Bytes for people: 98.4 MiB."""
-    for unit in _UNITS[:-1]:
-        if abs(num_bytes) < 1024:
-            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.1f} {_UNITS[-1]}"
-
-
 def describe_kv(server: ServerInfo, model: ModelInfo) -> str:
     """How much KV each tier holds, and in which type."""
-    gpu, host = size(server.gpu_blocks * server.block_bytes), size(server.host_blocks * server.host_block_bytes)
+    gpu, host = (
+        size_text(server.gpu_blocks * server.block_bytes),
+        size_text(server.host_blocks * server.host_block_bytes),
+    )
     return f"KV {gpu} in {model.kv_dtype} on the GPU and {host} in {model.host_kv_dtype} on the host"
+
+
+def memory_rows(use: MemoryUse) -> list[tuple[str, str]]:
+    """What lies where, in bytes, as rows of a table."""
+    device, host = [("weights", use.device_weight_bytes)], [("KV", use.host_kv_bytes)]
+    if use.device_buffer_bytes:
+        device.append(("buffers for streamed weights", use.device_buffer_bytes))
+    device.append(("KV", use.device_kv_bytes))
+    if use.host_weight_bytes:
+        host.insert(0, ("weights", use.host_weight_bytes))
+    return [("on the device", _sizes(device)), ("in host memory", _sizes(host))]
+
+
+def _sizes(parts: list[tuple[str, int]]) -> str:
+    return ", ".join(f"{name} {size_text(num_bytes)}" for name, num_bytes in parts)
 
 
 def describe_usage(usage: Usage) -> str:
@@ -78,18 +87,20 @@ def counter_rows(counters: Counters) -> list[tuple[str, str]]:
         ("iterations, decoupled", f"{counters.decoupled_iterations:,}"),
         ("tokens attended on the GPU", f"{counters.gpu_attended_tokens:,}"),
         ("tokens attended on the CPU", f"{counters.cpu_attended_tokens:,}"),
-        ("KV moved to the host", size(counters.swapped_out_bytes)),
-        ("KV moved to the GPU", size(counters.swapped_in_bytes)),
+        ("KV moved to the host", size_text(counters.swapped_out_bytes)),
+        ("KV moved to the GPU", size_text(counters.swapped_in_bytes)),
         ("tokens prefilled", f"{counters.prefilled_tokens:,}"),
         ("tokens cached", f"{counters.cached_tokens:,}"),
         ("tokens generated", f"{counters.generated_tokens:,}"),
         ("preemptions", f"{counters.preemptions:,}"),
         ("tokens recomputed", f"{counters.recomputed_tokens:,}"),
+        ("losses of the executor", f"{counters.executor_losses:,}"),
         ("executor busy", f"{counters.executor_busy_ns / 1e9:.2f} s"),
         ("of it waiting for the CPU", f"{counters.cpu_wait_ns / 1e9:.2f} s"),
         ("CPU attention", f"{counters.cpu_attention_ns / 1e9:.2f} s"),
         ("its threads grown, shrunk", f"{counters.cpu_threads_grown:,}, {counters.cpu_threads_shrunk:,} times"),
         ("planning", f"{counters.planning_ns / 1e9:.2f} s"),
+        ("stalls", f"{counters.stalls:,}"),
     ]
 
 

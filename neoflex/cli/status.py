@@ -20,8 +20,9 @@ from neoflex.cli.arguments import (
     access_of,
     connect,
 )
-from neoflex.cli.output import counter_rows, explain_device, out, size
+from neoflex.cli.output import counter_rows, explain_device, memory_rows, out
 from neoflex.types import CalibrationFactors, ClassLoad, HostPool, Load, ModelInfo, ServerInfo
+from svc_common.memory import size_text
 
 
 def status(
@@ -38,19 +39,20 @@ def status(
     access = access_of(tls, ca_file, certificate_file, key_file, server_name, api_key_file)
     with connect(address, access) as client:
         model, server, load = client.model_info(), client.server_info(), client.load()
+        is_alive = client.is_alive()
     if as_json:
         asdict = dataclasses.asdict
-        parts = {"model": asdict(model), "server": asdict(server), "load": asdict(load)}
+        parts = {"model": asdict(model), "server": asdict(server), "load": asdict(load), "is_alive": is_alive}
         sys.stdout.write(json.dumps(parts) + "\n")
     else:
-        out.print(_table(address, model, server, load))
+        out.print(_table(address, is_alive, model, server, load))
         out.print(_classes(server, load))
         if server.calibration:
             out.print(_calibration(server.calibration))
         explain_device(server.device)
 
 
-def _table(address: str, model: ModelInfo, server: ServerInfo, load: Load) -> Table:
+def _table(address: str, is_alive: bool, model: ModelInfo, server: ServerInfo, load: Load) -> Table:
     table = Table(title=f"NeoFlex {server.version} at {address}", show_header=False, title_justify="left")
     table.add_column(style="dim")
     table.add_column(justify="right", overflow="fold")
@@ -59,7 +61,12 @@ def _table(address: str, model: ModelInfo, server: ServerInfo, load: Load) -> Ta
     table.add_row("context", f"{model.context_tokens:,} tokens")
     table.add_row("device", f"{server.device}, computes in {model.compute_dtype}")
     table.add_row("CPU attention threads", _threads(server))
-    table.add_row("up for", f"{server.uptime_s:,.0f} s", end_section=True)
+    table.add_row("up for", f"{server.uptime_s:,.0f} s")
+    table.add_row("ready", f"no: {server.not_ready}" if server.not_ready else "yes")
+    table.add_row("alive", "yes" if is_alive else "no", end_section=True)
+    if server.memory_use:
+        for place, what in memory_rows(server.memory_use):
+            table.add_row(place, what)
     on_gpu = _tier(load.gpu_blocks_used, load.gpu_blocks_total, server.block_bytes)
     on_host = _tier(load.host_blocks_used, load.host_blocks_total, server.host_block_bytes)
     table.add_row("KV on the GPU", f"{on_gpu} in {model.kv_dtype}")
@@ -67,7 +74,7 @@ def _table(address: str, model: ModelInfo, server: ServerInfo, load: Load) -> Ta
     if len(server.host_pools) > 1:
         for number, (pool, used) in enumerate(zip(server.host_pools, load.host_pool_blocks_used, strict=False)):
             table.add_row(f"  pool {number}", _pool(pool, used, server.host_block_bytes))
-    sizes = f"{size(server.block_bytes)} on the GPU, {size(server.host_block_bytes)} on the host"
+    sizes = f"{size_text(server.block_bytes)} on the GPU, {size_text(server.host_block_bytes)} on the host"
     table.add_row("KV block", f"{server.block_tokens} tokens, {sizes}", end_section=True)
     table.add_row("requests running", str(load.running_requests))
     table.add_row("requests waiting", f"{load.waiting_requests} of at most {load.max_waiting_requests:,}")
@@ -139,4 +146,4 @@ def _pool(pool: HostPool, used: int, block_bytes: int) -> str:
 
 
 def _tier(used: int, total: int, block_bytes: int) -> str:
-    return f"{size(used * block_bytes)} of {size(total * block_bytes)}, {used:,} of {total:,} blocks"
+    return f"{size_text(used * block_bytes)} of {size_text(total * block_bytes)}, {used:,} of {total:,} blocks"

@@ -15,9 +15,9 @@ import typer
 from pydantic import ByteSize
 from rich.text import Text
 
-from neoflex.cli.output import STARTING, describe_kv, err, explain_device, size, starting
+from neoflex.cli.output import STARTING, describe_kv, err, explain_device, memory_rows, starting
 from neoflex.logs import LogFollower
-from neoflex.supervisor import REQUESTS_END_S, LocalStack
+from neoflex.supervisor import LocalStack
 from svc_common.config import (
     MAX_PORT,
     Config,
@@ -32,6 +32,7 @@ from svc_common.config import (
     parse,
 )
 from svc_common.cores import usable_cores
+from svc_common.memory import size_text, usable_memory_bytes
 from svc_common.model.store import resolve
 
 _POLL_S = 0.1
@@ -61,7 +62,7 @@ _MAX_SERVICES = 16
 def _default(section: type[Section], key: str) -> str:
     """What holds where neither an option nor the file says anything."""
     value = section.model_fields[key].default
-    return size(value) if isinstance(value, ByteSize) else str(value)
+    return size_text(value) if isinstance(value, ByteSize) else str(value)
 
 
 def _setting(section: type[Section], key: str, text: str) -> Any:
@@ -240,7 +241,8 @@ def pin_model(config: Config) -> Config:
 
 @contextmanager
 def run_directory(path: Path | None) -> Iterator[Path]:
-    """The given directory, or a private temporary one, which is kept only where something failed and left logs."""
+    """The given directory, or a private temporary one, which is kept only where something failed and left logs, or
+    where a service wrote its state."""
     if path is not None:
         yield path
         return
@@ -252,6 +254,7 @@ def run_directory(path: Path | None) -> Iterator[Path]:
         keep = any(directory.glob("*.log"))
         raise
     finally:
+        keep = keep or any(directory.glob("*.dump"))
         if keep:
             err.print(f"logs are kept in {directory}", style="dim", markup=False, soft_wrap=True)
         else:
@@ -259,13 +262,14 @@ def run_directory(path: Path | None) -> Iterator[Path]:
 
 
 class _StopSignals:
-    """Counts Ctrl-C, SIGTERM and SIGHUP; from the second one on the services are killed."""
+    """Counts Ctrl-C, SIGTERM and SIGHUP; from the second one on the services are killed. SIGUSR1 goes on to them."""
 
     def __init__(self, stack: LocalStack) -> None:
         self.received = 0
         self._stack = stack
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._handle)
+        signal.signal(signal.SIGUSR1, lambda number, frame: stack.ask_for_dumps())
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.received += 1
@@ -292,7 +296,8 @@ def supervise(stack: LocalStack, quiet: bool) -> None:
             stack.check()
             _print_logs(follower)
             time.sleep(_POLL_S)
-        mercy = f": running requests have {REQUESTS_END_S:g} s to end; a second Ctrl-C stops at once" if ready else ""
+        drain_s = stack.config.planner.drain_s
+        mercy = f": running requests have {drain_s:g} s to end; a second Ctrl-C stops at once" if ready else ""
         err.print(f"stopping{mercy}", style="bold")
     finally:
         stack.stop()
@@ -313,6 +318,11 @@ def _print_ready(stack: LocalStack, start_s: float) -> None:
     kv = describe_kv(info, stack.model_info())
     err.print(f"[bold green]ready[/] on [bold]{stack.address}[/] after {start_s:.1f} s: {stack.config.model.name}")
     err.print(f"  device {info.device}, {kv}, mode {stack.config.planner.mode}")
+    if info.memory_use:
+        for place, what in memory_rows(info.memory_use):
+            err.print(f"  {place}: {what}", markup=False)
+        in_host = info.memory_use.host_bytes + (info.memory_use.device_bytes if info.device == "cpu" else 0)
+        err.print(f"  host memory asked for: {size_text(in_host)} of {size_text(usable_memory_bytes())}", markup=False)
     explain_device(info.device, indent=2)
     if stack.http_url:
         err.print(f"  OpenAI-compatible HTTP: {stack.http_url}", markup=False)

@@ -5,10 +5,13 @@ from planner_svc.scheduler.demand import Demand
 from planner_svc.scheduler.events import Applied, Counters, History, TokenEvent
 from planner_svc.scheduler.limits import Capacity, ModePolicy
 from planner_svc.scheduler.scheduler import Scheduler
-from planner_svc.scheduler.sequence import DEFAULT_CLASS, SequenceRequest, ServiceClass, Targets
+from planner_svc.scheduler.sequence import DEFAULT_CLASS, Sequence, SequenceRequest, ServiceClass, Targets
+from planner_svc.scheduler.trials import MAX_LOSSES, MAX_LOSSES_IN_A_ROW, Verdict
 
 __all__ = [
     "DEFAULT_CLASS",
+    "MAX_LOSSES",
+    "MAX_LOSSES_IN_A_ROW",
     "AdmissionError",
     "AdmissionReason",
     "Applied",
@@ -19,8 +22,10 @@ __all__ = [
     "LateError",
     "ModePolicy",
     "Scheduler",
+    "Sequence",
     "SequenceRequest",
     "ServiceClass",
     "Targets",
     "TokenEvent",
+    "Verdict",
 ]

@@ -93,3 +93,10 @@ class BlockAllocator:
             if block not in self._keys and key not in self._by_key:
                 self._keys[block] = key
                 self._by_key[key] = block
+
+    def forget_content(self, blocks: Iterable[int]) -> None:
+        """What these blocks, each with an owner, hold is not to be found any more."""
+        for block in blocks:
+            key = self._keys.pop(block, None)
+            if key is not None:
+                del self._by_key[key]

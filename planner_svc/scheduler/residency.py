@@ -1,7 +1,7 @@
 """Both tiers' blocks and the sequences that hold them, and what the executor has yet to be told about them."""
 
 from bisect import bisect_left, insort
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from operator import attrgetter
 
@@ -128,6 +128,11 @@ class Residency:
             return
         num_blocks = min(sequence.num_computed_tokens, sequence.num_tokens) // self._block_tokens
         self._allocator(sequence).note_content(sequence.blocks, self._keys(sequence)[:num_blocks])
+
+    def forget_content(self, sequence: Sequence) -> None:
+        """Nobody else is to share what it computed, or will compute."""
+        self._allocator(sequence).forget_content(sequence.blocks)
+        sequence.request = replace(sequence.request, cache_salt=None)
 
     # --- coming, growing, moving, leaving
 

@@ -1,5 +1,6 @@
 """Owns the queues and both block allocators: `plan` makes an IterationPlan, `apply` takes its result."""
 
+from collections.abc import Collection, Iterable
 from typing import Literal
 
 from planner_svc.estimator import Calibration, Estimator, Factors
@@ -19,6 +20,7 @@ from planner_svc.scheduler.placement import Placement
 from planner_svc.scheduler.reservation import Reservation
 from planner_svc.scheduler.residency import Residency
 from planner_svc.scheduler.sequence import Sequence, SequenceRequest, State
+from planner_svc.scheduler.trials import Trials, Verdict, note_loss
 from planner_svc.scheduler.urgency import arrive, order_decodes, take_first_token
 from planner_svc.scheduler.waiting import WaitingQueue
 from svc_common.plan import IterationPlan, IterationResult, Tier
@@ -52,6 +54,7 @@ class Scheduler:
         self._iteration = 0
         self._in_flight = InFlight()
         self._queue = WaitingQueue()
+        self._trials = Trials()
         self._residency = Residency(capacity)
         self._costs = Costs(capacity, self._calibration)
         self._placement = Placement(capacity, self._policy, self._residency, self._queue, self._tally, self._costs)
@@ -76,7 +79,7 @@ class Scheduler:
     def add(self, request: SequenceRequest, now: float) -> int:
         """Queues a request and returns its sequence id. Raises AdmissionError, and then costs nothing."""
         check(request, self._capacity, self._policy)
-        if len(self._queue) >= self._max_waiting:
+        if self.num_waiting >= self._max_waiting:
             raise AdmissionError(AdmissionReason.QUEUE_FULL, "requests", self._max_waiting)
         self._forecast.check(request, self._in_flight.start_s(now), now)
         sequence = Sequence(self._next_id, request)
@@ -84,7 +87,10 @@ class Scheduler:
         arrive(sequence, now)
         self._mix.arrive(sequence)
         self._live[sequence.sequence_id] = sequence
-        self._queue.append(sequence)
+        if self._trials.are_on:
+            self._trials.hold(sequence)
+        else:
+            self._queue.append(sequence)
         self._nothing_to_plan = False
         return sequence.sequence_id
 
@@ -101,9 +107,11 @@ class Scheduler:
         self._forecast.note_end(sequence)
         if sequence.state is State.RUNNING:
             self._residency.leave(sequence, State.FINISHED)
-        elif sequence.state is State.WAITING:
+        elif sequence.state is State.WAITING and not self._trials.drop(sequence):
             self._queue.remove(sequence)
         sequence.state = State.FINISHED
+        if self._trials.is_of(sequence):
+            self._release()
         self._gone[sequence_id] = sequence
         self._nothing_to_plan = False
 
@@ -200,6 +208,8 @@ class Scheduler:
             self._tally.add(**{f"{planned.mode.value}_iterations": 1})
         self._tally.add(generated_tokens=len(events))
         self._mix.take_tokens(len(events))
+        if self._trials.is_passed:
+            self._release()
         return Applied(tuple(events))
 
     def _take_token(self, sequence: Sequence, token_id: int, result: IterationResult, now: float) -> TokenEvent:
@@ -220,6 +230,27 @@ class Scheduler:
 
     # --- failure
 
+    def lose(self, running: Collection[int], is_certain: bool = True) -> tuple[tuple[int, Verdict], ...]:
+        """The executor holds nothing any more: plans in flight are forgotten, and all sequences wait for `reset`.
+
+        `running` are those that it was computing; not certain: something else may have brought it down. Returns those
+        that are not to be computed again: the caller finishes them.
+        """
+        verdicts = []
+        for sequence_id in sorted(running):
+            sequence = self._live.get(sequence_id)
+            if sequence is not None and (verdict := note_loss(sequence, is_certain)):
+                verdicts.append((sequence_id, verdict))
+        self._open_epoch(self._capacity, self._epoch)
+        self._queue_again(self._live.values())
+        return tuple(verdicts)
+
+    def forget_content(self, sequence_id: int) -> None:
+        """What it computed is of no use to others that begin like it."""
+        sequence = self._live.get(sequence_id)
+        if sequence is not None and sequence.state in (State.RUNNING, State.STEPPING):
+            self._residency.forget_content(sequence)
+
     def reset(self, capacity: Capacity, estimator: Estimator, epoch: int) -> tuple[int, ...]:
         """Starts a new epoch on an executor that holds nothing: plans in flight are forgotten.
 
@@ -231,37 +262,46 @@ class Scheduler:
         if estimator is not self._calibration.base:  # What was learned of the same one still holds.
             self._calibration = Calibration(estimator)
         self._open_epoch(capacity, epoch)
-        sequences, self._live = self._live, {}
-        lost = []
-        for sequence_id in sorted(sequences):
-            sequence = sequences[sequence_id]
-            ran = sequence.state in (State.RUNNING, State.STEPPING, State.DRAINING)
-            if not fits(sequence.request, capacity, self._policy):
-                sequence.state = State.FINISHED
-                self._gone[sequence_id] = sequence
-                lost.append(sequence_id)
-                continue
+        lost = [key for key, item in self._live.items() if not fits(item.request, capacity, self._policy)]
+        for sequence_id in lost:
+            sequence = self._live.pop(sequence_id)
+            sequence.state = State.FINISHED
+            self._gone[sequence_id] = sequence
+        self._queue_again(self._live.values())
+        return tuple(sorted(lost))
+
+    def _queue_again(self, sequences: Iterable[Sequence]) -> None:
+        for sequence in sequences:
+            sequence.num_recomputations += sequence.state in (State.RUNNING, State.STEPPING, State.DRAINING)
             sequence.await_recomputation()
-            sequence.num_recomputations += ran
-            self._live[sequence_id] = sequence
+        self._trials = Trials(sorted(sequences, key=lambda sequence: sequence.sequence_id))
+        self._release()
+
+    def _release(self) -> None:
+        """The next on trial may be planned, or all others."""
+        for sequence in self._trials.release():
             self._queue.append(sequence)
-        return tuple(lost)
 
     # --- views
 
     @property
+    def sequences(self) -> tuple[Sequence, ...]:
+        """In hand, in order of arrival; to be looked at only."""
+        return tuple(self._live.values())
+
+    @property
     def num_waiting(self) -> int:
         """Accepted and without blocks: not yet started, or preempted."""
-        return len(self._queue)
+        return len(self._queue) + len(self._trials)
 
     def num_waiting_of(self, class_name: str) -> int:
         """Those of one class."""
-        return self._queue.num_of(class_name)
+        return self._queue.num_of(class_name) + self._trials.num_of(class_name)
 
     @property
     def num_running(self) -> int:
         """Started, and not waiting to be recomputed."""
-        return len(self._live) - len(self._queue)
+        return len(self._live) - self.num_waiting
 
     @property
     def gpu_blocks_used(self) -> int:

@@ -100,6 +100,12 @@ class Sequence:
     """Its targets can't be met any more."""
     num_once_computed_tokens: int = 0
     """The furthest any stay came: what lies before it is recomputed."""
+    num_losses: int = 0
+    """Of the executor, while it computed this one; see trials.py."""
+    num_losses_in_a_row: int = 0
+    """The last ones, without a token in between."""
+    num_outputs_at_loss: int = -1
+    """At the last of them; -1 before any."""
 
     @property
     def num_unscheduled(self) -> int:

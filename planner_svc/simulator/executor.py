@@ -59,7 +59,9 @@ class SimulatedExecutor:
         for sequence_id in plan.released:
             self._held.pop(sequence_id)
         for new in plan.new_sequences:
-            self._held[new.sequence_id] = _Held(len(new.token_ids), new.tier is Tier.HOST, self._pool(new.blocks))
+            self._held[new.sequence_id] = _Held(
+                len(new.token_ids), new.tier is Tier.HOST, self._pool(new.blocks), new.num_cached_tokens
+            )
         out_tokens = in_tokens = 0
         for swap in plan.swaps:
             held = self._held[swap.sequence_id]

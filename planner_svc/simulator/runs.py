@@ -29,8 +29,8 @@ TOLERANCE = 0.01
 def make_policy(name: str, profile: Profile) -> Policy:
     """`gpu-only` and `gpu-only-knee` schedule as vLLM; `gpu-only-slo` is the serving scheduler without a host."""
     estimator = profile.estimator
-    alone = profile.capacity(profile.gpu_blocks, 0)
-    both = profile.capacity(profile.offload_gpu_blocks, profile.host_blocks)
+    alone = profile.capacity(profile.gpu_blocks, (0,))
+    both = profile.capacity(profile.offload_gpu_blocks, profile.host_pools)
     if name == "neoflex":
         return Scheduler(both, estimator, "auto", _UNBOUNDED)
     if name == "neo":
@@ -62,11 +62,15 @@ def run(
 
     Raises StalledError where requests are left that are never planned; with `may_stall` they count as unfinished.
     """
+    if threads and profile.num_pools > 1:
+        raise InputError(f"--elastic: profile {profile.name} must have 1 host pool, has {profile.num_pools}")
+    if name == "neo":  # It knows one, of the whole CPU.
+        profile = replace(profile, num_pools=1)
     _check_size(name, profile, arrivals)
     serving = classes or one_class(profile.targets)
     check_names(arrivals, serving)
     estimator, factors = profile.estimator, Factors()
-    executor = SimulatedExecutor(estimator.calibrated(factors), estimator.kv_bytes_per_token)
+    executor = SimulatedExecutor(estimator.calibrated(factors), estimator.kv_bytes_per_token, profile.host_pools)
     cores = ElasticCores(*threads, executor, factors) if threads else None
 
     def observe(start_s: float, plan: IterationPlan, timeline: Timeline, policy: Policy) -> None:
@@ -119,7 +123,7 @@ def find_capacity(is_met: Callable[[float], bool], first_rate: float, tolerance:
 
 def largest_request(name: str, profile: Profile) -> int:
     """Tokens of prompt and output of the largest request that a policy can serve: it must fit into one tier."""
-    blocks = max(profile.offload_gpu_blocks, profile.host_blocks) if name == "neoflex" else profile.gpu_blocks
+    blocks = max(profile.offload_gpu_blocks, *profile.host_pools) if name == "neoflex" else profile.gpu_blocks
     return min(profile.context_tokens, blocks * profile.block_tokens)
 
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ _LARGEST = 1e18
 _GIB = 2**30
 _MOST_BLOCKS = 2**26
 """Of a tier; each is an entry of an allocator's list."""
+_MOST_POOLS = 64
 ANY_CONTEXT = 2**31
 """Of a model whose figures don't say."""
 NO_CHANGES: Mapping[str, float] = {}
@@ -38,21 +39,34 @@ class Profile:
     """What NEO takes one layer's launches for."""
     context_tokens: int = ANY_CONTEXT
     """Of prompt and output together, that the model can tell apart."""
+    num_pools: int = 1
+    """Services of attention on the CPU, among which host blocks, bandwidth and threads are divided equally."""
 
     @property
     def estimator(self) -> RooflineEstimator:
-        return RooflineEstimator(self.hardware, self.model)
+        """Its figures of the CPU are those of one pool."""
+        hardware, num = self.hardware, self.num_pools
+        one_pool = replace(
+            hardware, cpu_bytes_per_s=hardware.cpu_bytes_per_s / num, cpu_sequence_s=hardware.cpu_sequence_s * num
+        )
+        return RooflineEstimator(one_pool, self.model)
+
+    @property
+    def host_pools(self) -> tuple[int, ...]:
+        """Blocks of each; earlier ones have those that are left over."""
+        size, more = divmod(self.host_blocks, self.num_pools)
+        return tuple(size + (pool < more) for pool in range(self.num_pools))
 
     @property
     def offload_gpu_blocks(self) -> int:
         """With KV of one layer more, through which host-bound prompts pass."""
         return self.gpu_blocks * self.model.num_layers // (self.model.num_layers + 1)
 
-    def capacity(self, gpu_blocks: int, host_blocks: int) -> Capacity:
+    def capacity(self, gpu_blocks: int, host_pools: tuple[int, ...]) -> Capacity:
         """Of an engine that uses so much of the memory."""
         return Capacity(
             gpu_blocks=gpu_blocks,
-            host_pools=(host_blocks,),
+            host_pools=host_pools,
             block_tokens=self.block_tokens,
             max_sequences=self.max_sequences,
             max_batch_tokens=self.max_batch_tokens,
@@ -119,6 +133,9 @@ def _profile(name: str, fields: "_Fields", model_fields: "_Fields") -> Profile:
     block_tokens = fields.count("bs")
     block_bytes = block_tokens * model.kv_bytes_per_token_layer * model.num_layers
     gpu_blocks, host_bytes = fields.count("gpu_blocks"), int(fields.number("swap_gb", lowest=0) * _GIB)
+    num_pools = fields.count("pools", default=1)
+    if num_pools > _MOST_POOLS:
+        raise InputError(f"{fields.where('pools')}: must be at most {_MOST_POOLS}, is {num_pools}")
     for key, num_blocks in (("gpu_blocks", gpu_blocks), ("swap_gb", host_bytes // block_bytes)):
         if num_blocks > _MOST_BLOCKS:
             raise InputError(f"{fields.where(key)}: must be at most {_MOST_BLOCKS:,} blocks, is {num_blocks:,}")
@@ -134,6 +151,7 @@ def _profile(name: str, fields: "_Fields", model_fields: "_Fields") -> Profile:
         targets=Targets(ttft_s=fields.number("slo_ttft"), tpot_s=fields.number("slo_tpot")),
         believed_launch_s=fields.number("lnch_ms", lowest=0) / 1e3,
         context_tokens=model_fields.count("context", default=ANY_CONTEXT),
+        num_pools=num_pools,
     )
 
 

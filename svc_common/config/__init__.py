@@ -5,6 +5,7 @@ Sizes accept units ("256MiB"). Unknown keys and values out of range are refused,
 
 from svc_common.config.gateway import GatewayConfig
 from svc_common.config.loading import ConfigError, load, load_cpu_attn_from_argv, load_from_argv, parse
+from svc_common.config.logs import LoggingConfig
 from svc_common.config.model import KvConfig, ModelConfig
 from svc_common.config.planner import MAX_TARGET_S, ClassConfig, Mode, PhasePolicy, PlannerConfig
 from svc_common.config.root import Config
@@ -22,6 +23,7 @@ __all__ = [
     "GatewayConfig",
     "GpuConfig",
     "KvConfig",
+    "LoggingConfig",
     "Mode",
     "ModelConfig",
     "PhasePolicy",

@@ -83,9 +83,18 @@ class PlannerConfig(Section):
     """Tokens one iteration computes at most: decodes and prefill chunks together."""
     max_sequence_tokens: Annotated[int, Field(ge=1)] | None = None
     """Tokens of prompt and answer together; default: the model's context length."""
+    executor_wait_s: Annotated[float, Field(ge=0, le=86_400)] = 120.0
+    """So long requests in hand wait for a gpu_svc that was lost to come back, its model loaded; then they are computed
+    again from prompt and answer so far, and go on. Later they end with UNAVAILABLE. New ones are refused meanwhile."""
     classes: Annotated[dict[str, ClassConfig], AfterValidator(_checked_classes)] = Field(
         default_factory=lambda: {"default": ClassConfig()}
     )
     """Service classes by name, at most 32. Where the file has none there is one, "default", without targets."""
     default_class: str = "default"
     """Class of requests that name none; one of `classes`."""
+    drain_s: Annotated[float, Field(ge=0, le=3600)] = 30.0
+    """Seconds that requests in hand may go on for after SIGTERM. The other services wait a few seconds longer, and
+    whoever stops the processes must wait 10 s longer before he kills them."""
+    watchdog_s: Annotated[float, Field(ge=0.1, le=3600)] = 30.0
+    """Seconds without progress, with work to do, after which a service is not alive any more and writes its state. More
+    than any iteration takes, weights that it streams included."""

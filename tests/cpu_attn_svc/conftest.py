@@ -11,8 +11,8 @@ def start_service() -> Iterator[Callable[..., Service]]:
     with tempfile.TemporaryDirectory(prefix="cpu-attn-") as directory:
         started: list[Service] = []
 
-        def start(**cpu_attn: object) -> Service:
-            started.append(Service(Path(directory), **cpu_attn))
+        def start(drain_s: int = 0, **cpu_attn: object) -> Service:
+            started.append(Service(Path(directory), drain_s, **cpu_attn))
             return started[-1]
 
         yield start

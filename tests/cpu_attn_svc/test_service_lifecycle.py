@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+import grpc
 import numpy as np
 import psutil
 import pytest
@@ -13,6 +14,7 @@ from support.cpu_attention import Service
 from support.cpu_decodes import SHAPE, TIMEOUT_S, Decodes
 from support.processes import mapped_bytes, private_bytes
 
+from neoflex.health import complaint
 from svc_common.cpu_kernels import runnable_instruction_sets
 from svc_common.tensor_plane import CpuSubBatch, PeerLostError, TensorPlane
 
@@ -104,6 +106,25 @@ def test_sigterm_in_an_iteration(start_service: Callable[..., Service]) -> None:
         plane.finish(TIMEOUT_S)
     assert service.process.wait(20) == 0
     plane.close()
+
+
+def test_an_executor_is_served_until_it_lets_go(start_service: Callable[..., Service]) -> None:
+    service = start_service(drain_s=600).wait_ready()
+    plane = service.attach(1, SHAPE)
+    Decodes(plane, SHAPE, (1, 1)).run_iteration()
+    assert complaint(service.listen, "readiness", 20) is None
+    service.process.terminate()
+    service.until(lambda s: s.status().stopping)
+    assert complaint(service.listen, "readiness", 20) == f"{service.listen}: readiness is NOT_SERVING"
+    assert complaint(service.listen, "liveness", 20) is None
+    with pytest.raises(grpc.RpcError) as refused:
+        service.open(2, SHAPE)
+    assert refused.value.details() == "the service has been told to stop"
+    Decodes(plane, SHAPE, (5, 2)).run_iteration()  # What runs ends, and so does what comes.
+    assert service.process.poll() is None
+    plane.close()
+    assert service.process.wait(20) == 0
+    assert service.segments() == []
 
 
 def test_a_kill_leaves_nothing_once_attached_and_the_next_start_removes_the_rest(

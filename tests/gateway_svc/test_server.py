@@ -1,8 +1,8 @@
 """Callers that hang up, servers that stop, and the process itself."""
 
 import asyncio
-import contextlib
 import json
+import logging
 import random
 import signal
 import socket
@@ -92,16 +92,7 @@ async def test_a_quiet_stream_is_kept_alive(
     assert text.endswith("data: [DONE]\n\n")
 
 
-async def until_refused(address: str) -> None:
-    """Returns when nobody accepts connections there."""
-    host, _, port = address.partition(":")
-    with contextlib.suppress(ConnectionError):
-        while True:
-            _, writer = await asyncio.open_connection(host, int(port))
-            writer.close()
-
-
-async def test_stopping_lets_streams_end(planner: RunningPlanner) -> None:
+async def test_stopping_lets_streams_end_and_refuses_the_new(planner: RunningPlanner) -> None:
     hold = asyncio.Event()
     planner.fake.answer = Answer(hold=hold)
     server = GatewayServer(GatewayConfig(listen="127.0.0.1:0"), planner.address, grace_s=30)
@@ -111,7 +102,16 @@ async def test_stopping_lets_streams_end(planner: RunningPlanner) -> None:
             parts = response.aiter_text()
             text = await anext(parts)
             stopping = asyncio.create_task(server.stop())
-            await until_refused(server.address)
+            await asyncio.sleep(0)  # It has begun.
+            for path, body in ((CHAT, {"messages": HI}), ("/v1/completions", {"prompt": "Hi"})):
+                refused = await client.post(path, json=body)
+                assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+                assert refused.headers["connection"] == "close"
+                assert refused.json()["error"]["code"] == "draining"
+            assert (await client.get("/v1/models")).status_code == 503
+            for path, status in (("/health", 503), ("/health/ready", 503), ("/health/live", 200), ("/metrics", 200)):
+                assert (await client.get(path)).status_code == status
+            assert len(planner.fake.requests) == 1
             hold.set()
             async for part in parts:
                 text += part
@@ -130,6 +130,37 @@ async def test_stopping_ends_streams_whose_time_is_up(planner: RunningPlanner) -
         await anext(response.aiter_text())
         await server.stop()
         await cancelled(planner.fake)
+
+
+async def test_stopping_with_nothing_in_hand_ends_at_once(planner: RunningPlanner) -> None:
+    server = GatewayServer(GatewayConfig(listen="127.0.0.1:0"), planner.address, grace_s=600)
+    await server.start()
+    async with httpx2.AsyncClient(base_url=f"http://{server.address}") as client:
+        assert (await client.post(CHAT, json={"messages": HI})).status_code == 200
+        await server.stop()  # Its connection is still open.
+        with pytest.raises(httpx2.TransportError):
+            await client.post(CHAT, json={"messages": HI})
+
+
+async def test_each_request_leaves_one_line(
+    http: httpx2.AsyncClient, fake: FakePlanner, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    secret = "a secret that nobody may read"
+    body = {"messages": [{"role": "user", "content": secret}]}
+    await http.post(CHAT, json=body, headers={"x-request-id": "req-7"})
+    await http.post("/nowhere", json=body, headers={"x-request-id": "req-8"})
+    for path in ("/health", "/health/live", "/metrics", "/console/state"):
+        await http.get(path)
+    records = [vars(record) for record in caplog.records if record.name == "gateway_svc.access_log"]
+    names = ("method", "route", "status", "operation", "error")
+    assert [{name: record[name] for name in names if name in record} for record in records] == [
+        {"method": "POST", "route": CHAT, "status": 200, "operation": "chat"},
+        {"method": "POST", "route": "other", "status": 404},
+    ]
+    assert all(record["duration_s"] > 0 for record in records)
+    assert secret not in caplog.text
+    assert fake.metadata[0]["x-request-id"] == "req-7"
 
 
 async def test_a_unix_socket(planner: RunningPlanner, tmp_path: Path) -> None:

@@ -7,13 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from support.gpu import BLOCK_TOKENS, Driver, load_decoder, load_torch_decoder
+from support.gpu import BLOCK_TOKENS, Driver, load_decoder
 
 from gpu_svc.limits import Limits
 from svc_common.decoder.decoder import Decoder
-from svc_common.decoder.torch_decoder import TorchDecoder
-from svc_common.decoder.weights import NormWeights
 from svc_common.model.store import ModelFiles
 from svc_common.plan import (
     ExecutionError,
@@ -195,16 +192,6 @@ def test_logprobs_come_with_the_tokens_that_asked(decoder: Decoder, make_driver:
     row = result.logprobs[1]
     assert row.top[0] == (dict(result.tokens)[1], row.chosen)
     assert len(row.top) == 3
-
-
-def test_nan_is_an_error_of_the_device(checkpoint: Callable[[str], ModelFiles], make_driver: MakeDriver) -> None:
-    decoder = load_torch_decoder(checkpoint("llama"))
-    nan = NormWeights(decoder.weights.final_norm.weight * torch.nan)
-    driver = make_driver(TorchDecoder(decoder.spec, replace(decoder.weights, final_norm=nan)))
-    result = driver.try_run(whole(1), new_sequences=(new(1, 0, 1, 2),))
-    assert result.error is ExecutionError.DEVICE
-    assert "not finite" in result.error_message
-    assert driver.try_run().error is ExecutionError.STALE
 
 
 def test_a_plan_may_do_nothing(decoder: Decoder, make_driver: MakeDriver) -> None:

@@ -80,7 +80,7 @@ class Answers:
 
     def step(self, table: SamplingTable, slots: np.ndarray) -> np.ndarray:
         rows = self._logits.repeat(len(slots), 1)
-        tokens, _ = sample(rows, table.rows(slots), table.changes(slots))
+        tokens = sample(rows, table.rows(slots), table.changes(slots)).tokens
         assert table.failures(slots) == {}
         table.take_tokens(slots, tokens)
         return tokens
@@ -197,7 +197,7 @@ def test_a_grammar_that_no_token_continues_fails_by_name() -> None:
         sampling = Sampling(grammar=grammar_of(Constraint("choice", choices=("é",))))
         table.insert(1, NewSequence(7, (0,), Tier.GPU, (), sampling), np.zeros(1, np.int32))
         slots = np.array([1])
-        tokens, _ = sample(torch.zeros(1, 150), table.rows(slots), table.changes(slots))
+        tokens = sample(torch.zeros(1, 150), table.rows(slots), table.changes(slots)).tokens
         assert tokens.tolist() == [3]
         assert table.failures(slots) == {1: "no token of the model continues the answer"}
     finally:
@@ -214,7 +214,7 @@ def test_a_tokenizer_that_can_t_be_read_fails_those_with_a_grammar_alone() -> No
         for slot, sampling in enumerate((Sampling(grammar="{}"), Sampling())):
             table.insert(slot, NewSequence(slot, (0,), Tier.GPU, (), sampling), np.zeros(1, np.int32))
         slots = np.arange(2)
-        tokens, _ = sample(torch.arange(20.0).repeat(2, 1), table.rows(slots), table.changes(slots))
+        tokens = sample(torch.arange(20.0).repeat(2, 1), table.rows(slots), table.changes(slots)).tokens
         assert tokens.tolist() == [3, 19]
         assert table.failures(slots) == {0: "no grammar can be kept to with the model's tokenizer: no such file"}
     finally:

@@ -54,7 +54,7 @@ def test_repetition_penalty_equals_transformers_token_by_token() -> None:
         logits = step_logits(step)
         expected = processor(torch.tensor([tokens]), logits.clone())
         assert torch.equal(changed(table, [0], logits), expected)
-        drawn, _ = sample(logits.clone(), table.rows(slots), table.changes(slots))
+        drawn = sample(logits.clone(), table.rows(slots), table.changes(slots)).tokens
         assert drawn[0] == expected.argmax()
         table.take_tokens(slots, drawn)
         tokens.append(int(drawn[0]))
@@ -101,7 +101,7 @@ def test_all_together_in_the_documented_order() -> None:
         expected -= counts * 0.25 + (counts > 0) * 0.5
         expected[0, 8] += 1.5
         torch.testing.assert_close(changed(table, [0], logits), expected, rtol=1e-6, atol=1e-6)
-        drawn, _ = sample(logits.clone(), table.rows(slots), table.changes(slots))
+        drawn = sample(logits.clone(), table.rows(slots), table.changes(slots)).tokens
         assert torch.isfinite(warp(ids, expected)[0, drawn[0]])
         table.take_tokens(slots, drawn)
         answer.append(int(drawn[0]))
@@ -168,9 +168,10 @@ def test_logprobs_stay_those_of_the_model() -> None:
     logits = step_logits(7)
     best = int(logits.argmax())
     table = table_of((Sampling(num_logprobs=1, logit_bias=((best, -100.0), (11, 100.0))), PROMPT, 0))
-    tokens, (row,) = sample(logits.clone(), table.rows(np.array([0])), table.changes(np.array([0])))
+    drawn = sample(logits.clone(), table.rows(np.array([0])), table.changes(np.array([0])))
+    (row,) = drawn.logprobs
     expected = torch.log_softmax(logits[0], -1)
-    assert tokens.tolist() == [11]
+    assert drawn.tokens.tolist() == [11]
     assert row.chosen == pytest.approx(float(expected[11]))
     assert row.top == ((best, pytest.approx(float(expected[best]))),)
 

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -21,10 +22,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from safetensors.torch import load_file, save_file
 from support.gpu import BLOCK_TOKENS, load_decoder, load_placed
 from support.reference import Reference, Verdict
+from support.stacks import until
 
 from gpu_svc.executor import Executor
 from gpu_svc.kv_cache import KvShape
 from gpu_svc.servicer import ExecutorServicer
+from gpu_svc.watch import ExecutorWatch
+from neoflex.health import complaint
 from neoflex.v1 import executor_pb2 as pb
 from neoflex.v1 import executor_pb2_grpc
 from svc_common.decoder.decoder import Decoder
@@ -41,6 +45,15 @@ async def serve(
     files: ModelFiles | Decoder, *cpu_attention_addresses: str, host_kv_dtype: torch.dtype | None = None
 ) -> AsyncIterator[executor_pb2_grpc.ExecutorServiceStub]:
     """A stub of a server in this process, with 40 GPU blocks."""
+    async with serving(files, *cpu_attention_addresses, host_kv_dtype=host_kv_dtype) as (stub, _):
+        yield stub
+
+
+@asynccontextmanager
+async def serving(
+    files: ModelFiles | Decoder, *cpu_attention_addresses: str, host_kv_dtype: torch.dtype | None = None
+) -> AsyncIterator[tuple[executor_pb2_grpc.ExecutorServiceStub, ExecutorServicer]]:
+    """And its servicer."""
     decoder = load_decoder(files) if isinstance(files, ModelFiles) else files
     shape = KvShape.of(decoder.spec, BLOCK_TOKENS, decoder.dtype, host_kv_dtype)
     executor = Executor(decoder, shape, 40 * shape.block_bytes)
@@ -50,7 +63,7 @@ async def serve(
         server.register(executor_pb2_grpc.add_ExecutorServiceServicer_to_server, servicer)
         await server.start()
         async with grpc.aio.insecure_channel(server.address) as channel:
-            yield executor_pb2_grpc.ExecutorServiceStub(channel)
+            yield executor_pb2_grpc.ExecutorServiceStub(channel), servicer
         await server.stop(0)
         thread.submit(executor.close).result()
 
@@ -304,7 +317,8 @@ async def test_an_epoch_that_cannot_be_opened_says_why(checkpoint: GetFiles, tmp
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await stub.OpenEpoch(open_epoch(1, profile=True))
         assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-        assert re.search(r"^NonFiniteLogitsError: logits of rows \[.*\] are not finite$", refused.value.details() or "")
+        said = "NonFiniteLogitsError: the model computes NaN or infinity whatever it is given"
+        assert refused.value.details() == said
         status = await stub.GetExecutorStatus(pb.GetExecutorStatusRequest())
         assert (status.num_sequences, status.gpu_kv_bytes) == (0, 0)
 
@@ -328,6 +342,89 @@ def write_config(path: Path, source: Path, **gpu: Any) -> Path:
     return path
 
 
+async def until_serving(watch: Any) -> AsyncIterator[health_pb2.HealthCheckResponse]:
+    async for answer in watch:
+        yield answer
+        if answer.status == health_pb2.HealthCheckResponse.SERVING:
+            return
+
+
+async def test_while_the_model_is_loaded_all_is_unavailable() -> None:
+    with ThreadPoolExecutor(1) as thread:
+        server, servicer = GrpcServer("127.0.0.1:0", []), ExecutorServicer(None, thread, ())
+        server.register(executor_pb2_grpc.add_ExecutorServiceServicer_to_server, servicer)
+        await server.start()
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            stub = executor_pb2_grpc.ExecutorServiceStub(channel)
+            for call in (
+                stub.OpenEpoch(open_epoch(1)),
+                execute(stub, plan(1, 1)),
+                stub.CompileGrammar(pb.CompileGrammarRequest(grammar="x")),
+                stub.GetExecutorStatus(pb.GetExecutorStatusRequest()),
+            ):
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await call
+                assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+                assert refused.value.details() == "the model is being loaded"
+        assert not servicer.is_ready
+        assert servicer.report() == "the model is being loaded"
+        await server.stop(0)
+
+
+async def test_it_is_released_when_the_planner_lets_go(checkpoint: GetFiles) -> None:
+    async with serving(checkpoint("llama")) as (stub, servicer):
+        await servicer.released(0)  # Nobody holds it.
+        await stub.OpenEpoch(open_epoch(1))
+        call = stub.Execute()
+        await call.write(first_plan(1, pb.TIER_GPU))
+        assert (await call.read()).result.iteration == 1
+        servicer.begin_stop()
+        assert (await stub.GetExecutorStatus(pb.GetExecutorStatusRequest())).stopping
+        assert not servicer.is_ready
+        released = asyncio.create_task(servicer.released(600))
+        # What the planner still wants is done.
+        await call.write(plan(1, 2, pb.SubBatch(gpu_decode_sequence_ids=[5])))
+        assert len((await call.read()).result.token_ids) == 1
+        assert not released.done()
+        await call.done_writing()
+        await released
+
+
+async def test_an_iteration_that_does_not_end_is_a_stall(checkpoint: GetFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_end, has_begun = threading.Event(), threading.Event()
+    run = Executor.run
+
+    def held_up(executor: Executor, *arguments: Any) -> Any:
+        has_begun.set()
+        may_end.wait(60)
+        return run(executor, *arguments)
+
+    monkeypatch.setattr(Executor, "run", held_up)
+    async with serving(checkpoint("llama")) as (stub, servicer):
+        await stub.OpenEpoch(open_epoch(1))
+        server = GrpcServer("127.0.0.1:0", [])
+        await server.start()
+        watch = ExecutorWatch(server, servicer, 0.2)
+        results = asyncio.create_task(execute(stub, first_plan(1, pb.TIER_GPU)))
+        await asyncio.to_thread(has_begun.wait, 60)
+        await asyncio.to_thread(until, lambda: watch.stall() is not None)
+        assert re.fullmatch(r"iteration 1 runs for \d+\.\d s", watch.stall() or "")
+        assert re.match(
+            r"runs for \d+\.\d s: iteration 1, asymmetric; sub-batch 0: 1 prompts with \d+ tokens, 0 decodes",
+            watch.report(),
+        )
+        await watch.publish_now()
+        for name in ("liveness", "readiness"):
+            assert "NOT_SERVING" in (await asyncio.to_thread(complaint, server.address, name, 20.0) or "")
+        may_end.set()
+        await results
+        assert watch.stall() is None
+        await watch.publish_now()
+        for name in ("liveness", "readiness"):
+            assert await asyncio.to_thread(complaint, server.address, name, 20.0) is None
+        await server.stop(0)
+
+
 async def test_the_process_starts_says_what_it_has_and_ends_on_sigterm(checkpoint: GetFiles, tmp_path: Path) -> None:
     config = write_config(
         tmp_path / "c.toml",
@@ -341,8 +438,9 @@ async def test_the_process_starts_says_what_it_has_and_ends_on_sigterm(checkpoin
     process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
     async with grpc.aio.insecure_channel(f"unix:{tmp_path}/g") as channel:
         request = health_pb2.HealthCheckRequest(service="neoflex.v1.ExecutorService")
-        health = await health_pb2_grpc.HealthStub(channel).Check(request, wait_for_ready=True, timeout=60)
-        assert health.status == health_pb2.HealthCheckResponse.SERVING
+        health = health_pb2_grpc.HealthStub(channel)
+        seen = [answer.status async for answer in until_serving(health.Watch(request, wait_for_ready=True, timeout=60))]
+        assert seen[-1] == health_pb2.HealthCheckResponse.SERVING
         stub = executor_pb2_grpc.ExecutorServiceStub(channel)
         opened = await stub.OpenEpoch(open_epoch(1))
         assert opened.gpu_blocks == 2**20 // opened.block_bytes

@@ -9,6 +9,7 @@ import pytest
 from support.prompts import TEXTS, long_text
 from support.reference import Reference
 
+from neoflex.processes import RestartPolicy
 from neoflex.supervisor import LocalStack
 from svc_common.config import Config, parse
 from svc_common.model.store import ModelFiles, resolve
@@ -46,7 +47,8 @@ def prompts(tokenizer: Tokenizer) -> list[list[int]]:
 def start() -> Iterator[StackFactory]:
     """Starts the three services and waits until they are ready; all are stopped after the test.
 
-    Called with sections: `start(gpu={"kv_bytes": "64MiB"}, planner={"mode": "auto"})`. Computes in fp32.
+    Called with sections: `start(gpu={"kv_bytes": "64MiB"}, planner={"mode": "auto"})`. Computes in fp32. `policy` says
+    how services that die are started again.
     """
     yield from _starting()
 
@@ -60,9 +62,11 @@ def start_module() -> Iterator[StackFactory]:
 def _starting() -> Iterator[StackFactory]:
     stacks: list[LocalStack] = []
 
-    def start_stack(**sections: dict[str, object] | list[dict[str, object]]) -> LocalStack:
+    def start_stack(
+        policy: RestartPolicy | None = None, **sections: dict[str, object] | list[dict[str, object]]
+    ) -> LocalStack:
         run_dir = Path(tempfile.mkdtemp(prefix="nfx-"))
-        stack = LocalStack(stack_config(run_dir, **sections), run_dir)
+        stack = LocalStack(stack_config(run_dir, **sections), run_dir, policy=policy)
         stacks.append(stack)
         stack.start()
         stack.wait_ready(120)

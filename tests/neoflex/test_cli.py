@@ -16,11 +16,11 @@ from support.inference import InferenceServer
 from support.stacks import own_environment
 
 from neoflex.cli import model, up
-from neoflex.cli.output import size
 from neoflex.cli.up import divide_cpu_attn, effective_config, pin_model, run_directory, with_gateway
 from neoflex.client import Client
 from neoflex.logs import LogFollower
 from svc_common.config import Config, ConfigError, GatewayConfig
+from svc_common.memory import size_text
 from svc_common.model.store import BUILTIN_MODELS
 
 
@@ -463,7 +463,7 @@ main()
 
 
 def test_sizes_for_people() -> None:
-    assert [size(n) for n in (0, 1023, 1024, 98_362_432, 2**40, 2**50)] == [
+    assert [size_text(n) for n in (0, 1023, 1024, 98_362_432, 2**40, 2**50)] == [
         "0 B",
         "1023 B",
         "1.0 KiB",

@@ -1,5 +1,6 @@
 """`neoflex health`: what it says of services that are well, that are not, and that are not there."""
 
+import asyncio
 import http.server
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -23,9 +24,7 @@ async def server(tmp_path: Path) -> AsyncIterator[GrpcServer]:
 
 
 async def asked(server: GrpcServer, service: str) -> str | None:
-    from asyncio import to_thread
-
-    return await to_thread(complaint, server.address, service, 20.0)
+    return await asyncio.to_thread(complaint, server.address, service, 20.0)
 
 
 async def test_each_name_is_asked_for_by_itself(server: GrpcServer) -> None:
@@ -42,7 +41,7 @@ async def test_each_name_is_asked_for_by_itself(server: GrpcServer) -> None:
 class _Gateway(http.server.BaseHTTPRequestHandler):
     """Alive and not ready."""
 
-    def do_GET(self) -> None:  # the library names it
+    def do_GET(self) -> None:
         self.send_response({"/health/live": 200, "/health/ready": 503}[self.path])
         self.end_headers()
 

@@ -18,8 +18,7 @@ from support.stacks import is_running, stand_in_stack, until
 
 from neoflex.logs import last_lines
 from neoflex.processes import RestartPolicy
-from neoflex.supervisor import DRAIN_S, REQUESTS_END_S, LocalStack, StackError
-from planner_svc.__main__ import DRAIN_GRACE_S
+from neoflex.supervisor import LocalStack, StackError
 from svc_common import config
 
 NOT_AGAIN = RestartPolicy(max_restarts=2, first_backoff_s=0.01, max_backoff_s=0.01)
@@ -77,6 +76,7 @@ def test_the_run_directory_is_private_and_says_what_runs(bench: Bench) -> None:
     with bench.stack() as stack:
         assert stat.S_IMODE(bench.run_dir.stat().st_mode) == 0o700
         assert config.load(bench.run_dir / "config.toml") == stack.config
+        assert stack.config.logging.dump_dir == bench.run_dir
         assert stack.config.gpu.listen == f"unix:{bench.run_dir}/gpu.sock"
         assert stack.config.cpu_attn[0].listen == f"unix:{bench.run_dir}/cpu_attn.sock"
         other = stand_in_stack(bench.run_dir, bench.diary, bench.listen)
@@ -246,11 +246,6 @@ def test_up_drains_on_the_first_signal(bench: Bench, number: signal.Signals) -> 
     assert "stopping: running requests have 30 s to end; a second Ctrl-C stops at once" in lines
 
 
-def test_up_promises_the_time_that_the_planner_gives() -> None:
-    assert REQUESTS_END_S == DRAIN_GRACE_S
-    assert DRAIN_S > DRAIN_GRACE_S
-
-
 def test_up_kills_on_the_second_signal(bench: Bench) -> None:
     hold = Path(f"{bench.diary}.hold")
     hold.touch()
@@ -266,6 +261,37 @@ def test_up_kills_on_the_second_signal(bench: Bench) -> None:
         supervisor.kill()
     assert not [line for line in bench.notes() if line.endswith("stopped")]
     assert not any(is_running(pid) for pid in pids)
+
+
+def test_a_service_that_dies_as_it_drains_is_not_started_again(bench: Bench) -> None:
+    hold = Path(f"{bench.diary}.hold")
+    hold.touch()
+    stack = bench.stack(policy=NOT_AGAIN)
+    stack.start()
+    stack.wait_ready(60)
+    stopping = threading.Thread(target=stack.stop)
+    stopping.start()
+    until(lambda: "planner_svc stopping" in bench.notes())
+    for name in ("gpu_svc", "planner_svc"):
+        os.kill(stack.pids[name], signal.SIGKILL)
+    hold.unlink()
+    stopping.join(60)
+    assert not stopping.is_alive()
+    assert sum(line.endswith("started") for line in bench.notes()) == 3
+    assert bench.events == []
+    assert [line for line in bench.notes() if line.endswith("stopped")] == ["cpu_attn_svc stopped"]
+
+
+def test_up_has_the_services_write_their_state(bench: Bench) -> None:
+    supervisor = start_supervisor(bench)
+    try:
+        until(lambda: "ready on" in output(bench))
+        supervisor.send_signal(signal.SIGUSR1)
+        until(lambda: sum(line.endswith("asked for its state") for line in bench.notes()) == 3)
+        supervisor.send_signal(signal.SIGTERM)
+        assert supervisor.wait(60) == 0
+    finally:
+        supervisor.kill()
 
 
 def start_supervisor(bench: Bench) -> subprocess.Popen[bytes]:

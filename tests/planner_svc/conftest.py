@@ -23,15 +23,18 @@ async def start_rig() -> AsyncIterator[StartRig]:
         ready: bool = True,
         model: ServedModel = MODEL,
         cpu_attn: dict[str, object] | None = None,
+        logging: dict[str, object] | None = None,
         **planner: object,
     ) -> Rig:
         executor = executor or FakeExecutor()
         hosts = host if isinstance(host, list) else [host] if host else []
         executor.hosts = hosts
+        executor.model_digest = executor.model_digest or model.spec.digest
         config = parse(
             {
                 "planner": {"listen": "127.0.0.1:0", **planner},
                 "gpu": {"listen": await executor.start()},
+                "logging": logging or {},
                 "cpu_attn": [{"listen": await item.start(), **(cpu_attn or {})} for item in hosts] or {"kv_bytes": 0},
             },
             "test",

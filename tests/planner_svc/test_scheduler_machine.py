@@ -11,12 +11,15 @@ from support.planning import NUM_TOKEN_IDS, FakeExecutor, expected_tokens, make_
 
 from planner_svc.scheduler import (
     DEFAULT_CLASS,
+    MAX_LOSSES,
+    MAX_LOSSES_IN_A_ROW,
     AdmissionError,
     Capacity,
     Scheduler,
     SequenceRequest,
     ServiceClass,
     Targets,
+    Verdict,
 )
 from planner_svc.scheduler.sequence import State
 from svc_common.plan import IterationPlan, IterationResult, Sampling
@@ -75,6 +78,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def start(self, capacity, estimator, policy, max_waiting, requests):
         self.capacity, self.policy, self.epoch = capacity, policy, 1
+        self.estimator = estimator
+        self.losses: dict[int, tuple[int, int, int]] = {}
+        """Of the executor, by sequence: tokens at the last one, in a row without a token in between, in all."""
         self.scheduler = Scheduler(capacity, estimator, policy, max_waiting)
         self.executor = FakeExecutor(capacity, policy=policy, num_layers=estimator.num_layers)
         self.unapplied: deque[IterationPlan] = deque()
@@ -160,6 +166,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             pools = (0 if pool == lost_pool else size for pool, size in enumerate(self.capacity.host_pools))
             self.capacity = replace(self.capacity, host_pools=tuple(pools))
         self.epoch += 1
+        self.estimator = estimator
         lost = set(self.scheduler.reset(self.capacity, estimator, self.epoch))
         assert lost == {key for key in self.open if not self._fits(key)}
         self.open -= lost
@@ -169,6 +176,33 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.stale = [self.executor.run(plan) for plan in self.unapplied]
         self.unapplied.clear()
         self.executor = FakeExecutor(self.capacity, self.epoch, self.policy, estimator.num_layers)
+
+    @precondition(lambda self: self.executor.num_iterations > 3)
+    @rule(is_certain=st.booleans())
+    def lose_executor(self, is_certain):
+        """Whoever it computed has lost it once more; who ends by that, ends alone."""
+        running = frozenset().union(*(plan.sequence_ids for plan in self.unapplied)) & self.open
+        expected = {}
+        for key in running:
+            num_outputs, (num_before, in_a_row, total) = len(self.streams[key]), self.losses.get(key, (-1, 0, 0))
+            in_a_row = (in_a_row if num_before == num_outputs else 0) + 1
+            in_a_row = min(in_a_row, MAX_LOSSES_IN_A_ROW - (not is_certain))
+            self.losses[key] = num_outputs, in_a_row, total + 1
+            if in_a_row == MAX_LOSSES_IN_A_ROW:
+                expected[key] = Verdict.BREAKS_EXECUTOR
+            elif total + 1 >= MAX_LOSSES:
+                expected[key] = Verdict.LOST_TOO_OFTEN
+        assert dict(self.scheduler.lose(running, is_certain)) == expected
+        # One at a time is tried, so that no two end for what one of them did.
+        assert sum(verdict is Verdict.BREAKS_EXECUTOR for verdict in expected.values()) <= 1
+        for key in expected:
+            self.scheduler.finish(key)
+        self.open -= expected.keys()
+        assert self.scheduler.num_running == self.scheduler.gpu_blocks_used == self.scheduler.host_blocks_used == 0
+        self.epoch += 1
+        assert self.scheduler.reset(self.capacity, self.estimator, self.epoch) == ()
+        self.unapplied.clear()
+        self.executor = FakeExecutor(self.capacity, self.epoch, self.policy, self.estimator.num_layers)
 
     def _fits(self, sequence_id: int) -> bool:
         """Whether it can be served to its end on the GPU or in one of the pools."""
@@ -191,7 +225,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         scheduler = self.scheduler
         assert scheduler.num_waiting + scheduler.num_running == len(self.open)
-        names = {sequence.request.service_class.name for sequence in scheduler._queue}
+        names = {self.requests[key].service_class.name for key in self.open}
         assert sum(scheduler.num_waiting_of(name) for name in names) == scheduler.num_waiting
         assert 0 <= scheduler.gpu_blocks_used <= self.capacity.gpu_blocks
         assert scheduler.host_blocks_used == sum(scheduler.pool_blocks_used)

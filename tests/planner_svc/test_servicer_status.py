@@ -3,7 +3,6 @@
 import asyncio
 
 import grpc
-import pytest
 from grpc_health.v1 import health_pb2
 from support.fake_workers import BLOCK_BYTES, HOST_BLOCK_BYTES, FakeExecutor, FakeHost
 from support.planner_rig import (
@@ -19,7 +18,6 @@ from support.planner_rig import (
 )
 
 from neoflex.v1 import inference_pb2 as pb
-from planner_svc import engine as engine_module
 from planner_svc.estimator.terms import Factors
 from planner_svc.messages import calibration_message
 from planner_svc.server import SERVICE_NAME
@@ -132,9 +130,8 @@ async def test_load_follows_the_requests(start_rig: StartRig) -> None:
 # --- health
 
 
-async def test_watch_sees_a_stall_and_its_end(start_rig: StartRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "STALLED_AFTER_S", 0.5)
-    rig = await start_rig()
+async def test_watch_sees_a_stall_and_its_end(start_rig: StartRig) -> None:
+    rig = await start_rig(watchdog_s=0.5)
     serving, not_serving = (
         health_pb2.HealthCheckResponse.SERVING,
         health_pb2.HealthCheckResponse.NOT_SERVING,

@@ -87,6 +87,17 @@ def test_a_changed_figure_has_its_effect(simulate):
     assert slow == pytest.approx(2 * fast, rel=0.01)
 
 
+def test_host_pools_side_by_side(simulate):
+    load = "regular:requests=30,prompt=150,output=40"
+    _, out, _ = simulate("--set", "pools=1,2", "--rate", "0", "--json", workload=load)
+    one, two = (json.loads(line) for line in out.splitlines())
+    assert [row["set"] for row in (one, two)] == [{"pools": 1}, {"pools": 2}]
+    assert two["unfinished"] == 0
+    assert two["busy"]["cpu"] > 0
+    # Neither pool can help out the other, so a little is lost.
+    assert 0.9 * one["thr_makespan"] <= two["thr_makespan"] <= 1.02 * one["thr_makespan"]
+
+
 def test_the_capacity_of_several(simulate):
     options = ["--find-capacity", "0.9", "--tolerance", "0.05", "--policy", "gpu-only,gpu-only-slo", "--json"]
     _, out, _ = simulate(*options, "--png", "bars.png", workload="poisson:requests=100,prompt=150,output=30")
@@ -194,6 +205,8 @@ def test_iterations_for_perfetto(simulate):
         (["--set", "B_cpu=1,fast"], "argument --set: must be a number, is 'fast'"),
         (["--set", "B_cpu=1", "--set", "B_cpu=2"], "argument --set: B_cpu is given more than once"),
         (["--set", "B_cpu=0"], "--set B_cpu: must be greater than 0 and at most 1e+18, is 0"),
+        (["--set", "pools=65"], "--set pools: must be at most 64, is 65"),
+        (["--set", "pools=2", "--elastic", "1:2"], "error: --elastic: profile box must have 1 host pool, has 2"),
         (["--set", "bs=1.5"], "--set bs: must be a whole number, is 1.5"),
         (["--set", "speed=2"], "--set speed: no such figure; there are B_cpu, B_gpu"),
         (["--png", "a.png"], "argument --png: curves need at least 2 rates"),

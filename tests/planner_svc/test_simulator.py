@@ -13,7 +13,7 @@ from planner_svc.simulator.executor import SimulatedExecutor
 from planner_svc.simulator.metrics import Served, measure
 from planner_svc.simulator.runs import POLICIES, find_capacity, make_policy, run
 from planner_svc.simulator.simulation import Simulation, StalledError
-from planner_svc.simulator.spec import parse_profile, read_profile
+from planner_svc.simulator.spec import Profile, parse_profile, read_profile
 from svc_common.plan import IterationPlan, Mode, NewSequence, PrefillChunk, Sampling, SubBatch, Swap, Tier
 from svc_common.workloads import InputError
 from svc_common.workloads.workload import Arrival, Workload, at_rate, load, read_workload
@@ -26,7 +26,7 @@ def test_a_profile_is_read():
     assert PROFILE.offload_gpu_blocks == 60 * 4 // 5
     assert PROFILE.host_blocks == 2**29 // (16 * 1024 * 4)
     assert PROFILE.targets == Targets(0.5, 0.05)
-    assert PROFILE.capacity(60, 10).block_bytes == 16 * 1024 * 4
+    assert PROFILE.capacity(60, (10,)).block_bytes == 16 * 1024 * 4
     assert PROFILE.estimator.num_layers == 4
 
 
@@ -154,6 +154,49 @@ def test_the_executor_prices_what_a_plan_does():
     assert seconds == PROFILE.estimator.iteration_s(IterationLoad(first, second, out_bytes, 0))
     assert result.tokens == ((2, 0), (1, 0))
     assert executor.run(IterationPlan(1, 3, Mode.GPU_ONLY, released=(1, 2)))[0] == 0
+
+
+def test_the_executor_takes_a_cached_beginning_for_computed():
+    executor = SimulatedExecutor(PROFILE.estimator, PROFILE.estimator.kv_bytes_per_token)
+    new = (NewSequence(1, (0,) * 40, Tier.GPU, (), num_cached_tokens=32),)
+    batch = SubBatch(prefills=(PrefillChunk(1, 32, 8),))
+    seconds, result = executor.run(IterationPlan(1, 1, Mode.GPU_ONLY, new_sequences=new, sub_batches=(batch,)))
+    assert seconds == PROFILE.estimator.iteration_s(IterationLoad(SubBatchLoad(((8, 32),), num_outputs=1)))
+    assert result.tokens == ((1, 0),)
+
+
+def test_pools_divide_the_host_and_its_speed():
+    whole, parts = PROFILE, read_spec_with_pools(3)
+    assert (whole.host_blocks, whole.host_pools, parts.host_pools) == (8192, (8192,), (2731, 2731, 2730))
+    one, three = (profile.estimator.cpu_decode_s(6, 3000) - PROFILE.hardware.cpu_hop_s for profile in (whole, parts))
+    assert three == pytest.approx(3 * one)
+    # A third of the sequences in each: as fast as the whole CPU.
+    pools = ((2, 1000),) * 3
+    load = IterationLoad(SubBatchLoad(num_cpu_decodes=6, cpu_context_tokens=3000, num_outputs=6, cpu_pools=pools))
+    undivided = IterationLoad(SubBatchLoad(num_cpu_decodes=6, cpu_context_tokens=3000, num_outputs=6))
+    assert parts.estimator.iteration_s(load) == pytest.approx(whole.estimator.iteration_s(undivided))
+
+
+def test_pools_share_the_load():
+    profile = read_spec_with_pools(2)
+    used = []
+
+    def note(start_s, plan, timeline, policy):
+        used.append(policy.num_by_pool)
+
+    load = arrivals(100, prompt=150, output=60)
+    divided = run("neoflex", profile, load, 25.0, observer=note)
+    assert (divided.unfinished, divided.slo) == (0, 1.0)
+    sums = [sum(column) for column in zip(*used, strict=True)]
+    assert sums[0] == pytest.approx(sums[1], rel=0.2)
+    assert sums[0] > 0
+    with pytest.raises(InputError, match="--elastic: profile box must have 1 host pool, has 2"):
+        run("neoflex", profile, load, 1.0, threads=(1, 2))
+    assert run("neo", profile, load, 25.0) == run("neo", PROFILE, load, 25.0)
+
+
+def read_spec_with_pools(num_pools: int) -> Profile:
+    return parse_profile(SPEC | {"profiles": {"box": SPEC["profiles"]["box"] | {"pools": num_pools}}}, "box", "spec")
 
 
 def test_metrics():

@@ -126,11 +126,11 @@ def attention(
 class Service:
     """`python -m cpu_attn_svc` on a Unix socket, with a segment directory of its own."""
 
-    def __init__(self, directory: Path, **cpu_attn: object) -> None:
+    def __init__(self, directory: Path, drain_s: int = 0, **cpu_attn: object) -> None:
         self.segment_dir = directory / "segments"
         self.segment_dir.mkdir(exist_ok=True)
         self.kv_bytes = int(str(cpu_attn.get("kv_bytes", 4 * 2**20)))
-        listen = f"unix:{directory / 'control'}"
+        self.listen = listen = f"unix:{directory / 'control'}"
         values = {
             "listen": listen,
             "kv_bytes": self.kv_bytes,
@@ -140,7 +140,7 @@ class Service:
         }
         config = directory / "config.toml"
         lines = [f"{key} = {value if isinstance(value, int) else repr(str(value))}" for key, value in values.items()]
-        config.write_text("\n".join(["[cpu_attn]", *lines]))
+        config.write_text("\n".join(["[planner]", f"drain_s = {drain_s}", "[cpu_attn]", *lines]))
         self.process = subprocess.Popen([sys.executable, "-m", "cpu_attn_svc", "--config", str(config)])
         self._channel = grpc.insecure_channel(listen)
         self.stub = cpu_attention_pb2_grpc.CpuAttentionServiceStub(self._channel)

@@ -57,6 +57,18 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
     threads_needed: int = 1
     """Of the host, for attention to stay hidden."""
 
+    model_digest: str = ""
+    """Of the model that it says it has read."""
+    num_opening: int = 0
+    """Epochs that it was asked to open."""
+    refuses_epoch: Callable[[executor_pb2.OpenEpochRequest], str] = lambda request: ""
+    """Why it does not open one."""
+    deadly: Callable[[tuple[int, ...], int], bool] = lambda prompt, num_generated: False
+    """Whether computing this sequence brings it down; it is back at once."""
+    num_deaths: int = 0
+    not_finite: Callable[[tuple[int, ...], int], bool] = lambda prompt, num_generated: False
+    """Whether the model computes NaN for this sequence."""
+
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     fail_next: tuple[int, str] | None = None
     """Error and text of the next iteration."""
@@ -70,12 +82,18 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
     plans: list[executor_pb2.IterationPlan] = field(default_factory=list)
     held: dict[int, Held] = field(default_factory=dict)
     most_plans_waiting: int = 0
+    stopping: bool = False
+    """As it says itself."""
     problems: list[str] = field(default_factory=list)
     """Promises that the planner broke."""
+    num_streams: int = 0
+    """Of plans, that are open."""
 
     def __post_init__(self) -> None:
         self.gate.set()
         self._address = "127.0.0.1:0"
+        self._epoch = 0
+        """Of this life."""
         self._epoch_over = False
         self._cohort = FakeCohort(self.num_layers, self.block_tokens)
         self._attached: list[FakeHost] = []
@@ -93,13 +111,18 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
 
     async def kill(self) -> None:
         """Breaks every stream and forgets everything."""
-        await self._server.stop(0)
+        await self.disconnect()
         self.held.clear()
+        self._epoch = 0
+
+    async def disconnect(self) -> None:
+        """Breaks every stream and lives on."""
+        await self._server.stop(0)
 
     # --- the service
 
     async def GetExecutorStatus(self, request: Any, context: Any) -> executor_pb2.GetExecutorStatusResponse:  # noqa: N802
-        return executor_pb2.GetExecutorStatusResponse(epoch=self.epochs[-1].epoch if self.epochs else 0)
+        return executor_pb2.GetExecutorStatusResponse(epoch=self._epoch, stopping=self.stopping)
 
     async def CompileGrammar(self, request: Any, context: Any) -> executor_pb2.CompileGrammarResponse:  # noqa: N802
         self.grammars.append(request.grammar)
@@ -108,8 +131,12 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
     async def OpenEpoch(self, request: Any, context: Any) -> executor_pb2.OpenEpochResponse:  # noqa: N802
         if self.epochs and request.epoch <= self.epochs[-1].epoch:
             self.problems.append(f"epoch {request.epoch} does not follow {self.epochs[-1].epoch}")
+        self.num_opening += 1
         await asyncio.sleep(self.open_s)
         self.epochs.append(request)
+        if refusal := self.refuses_epoch(request):
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, refusal)
+        self._epoch = request.epoch
         self.held.clear()
         self._cohort = FakeCohort(self.num_layers, self.block_tokens)
         self._epoch_over = False
@@ -131,6 +158,7 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
             host_block_bytes=HOST_BLOCK_BYTES,
             gpu_blocks=self.gpu_blocks,
             host_pools=pools,
+            model_digest=self.model_digest,
         )
         if request.HasField("policy"):
             response.policy.CopyFrom(request.policy)
@@ -151,13 +179,30 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
             waiting.put_nowait(None)
 
         receiver = asyncio.create_task(receive())
+        self.num_streams += 1
         try:
             while plan := await waiting.get():
                 await asyncio.sleep(self.iteration_s)
                 await self.gate.wait()
+                if self._dies_of(plan):
+                    self.num_deaths += 1
+                    self.held.clear()
+                    self._epoch = 0
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
                 yield executor_pb2.ExecuteResponse(result=self._run(plan))
         finally:
+            self.num_streams -= 1
             receiver.cancel()
+
+    def _dies_of(self, plan: executor_pb2.IterationPlan) -> bool:
+        known = {key: (held.tokens, held.num_prompt_tokens) for key, held in self.held.items()}
+        for new in plan.new_sequences:
+            known[new.sequence_id] = list(new.token_ids), len(new.token_ids) - new.num_generated_tokens
+        ids = {chunk.sequence_id for batch in plan.sub_batches for chunk in batch.prefills}
+        for batch in plan.sub_batches:
+            ids |= {*batch.gpu_decode_sequence_ids, *batch.cpu_decode_sequence_ids}
+        ids |= set(plan.cohort.sequence_ids)
+        return any(self.deadly(tuple(tokens[:num]), len(tokens) - num) for tokens, num in map(known.__getitem__, ids))
 
     def _run(self, plan: executor_pb2.IterationPlan) -> executor_pb2.IterationResult:
         result = executor_pb2.IterationResult(epoch=plan.epoch, iteration=plan.iteration)
@@ -260,6 +305,8 @@ class FakeExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         held.tokens.append(token)
         result.sequence_ids.append(sequence_id)
         result.token_ids.append(token)
+        if self.not_finite(prompt, len(held.tokens) - 1 - held.num_prompt_tokens):
+            result.not_finite_sequence_ids.append(sequence_id)
         if self.failing_grammar and held.has_grammar and len(held.tokens) == held.num_prompt_tokens + 2:
             result.grammar_failures.add(sequence_id=sequence_id, message=self.failing_grammar)
         if held.num_logprobs >= 0:
@@ -300,6 +347,8 @@ class FakeHost(cpu_attention_pb2_grpc.CpuAttentionServiceServicer):
         self.says_so.set()
         self.alive = False
         self.refuses = False
+        self.stopping = False
+        """As it says itself; it opens no region any more then."""
         self._address = "127.0.0.1:0"
 
     async def start(self) -> str:
@@ -316,13 +365,17 @@ class FakeHost(cpu_attention_pb2_grpc.CpuAttentionServiceServicer):
         await self._server.stop(0)
 
     def open_region(self, epoch: int) -> bool:
-        if self.alive and not self.refuses:
+        if self.alive and not self.refuses and not self.stopping:
             self.region_epoch = epoch
-        return self.alive and not self.refuses
+            return True
+        return False
 
     async def GetCpuAttentionStatus(self, request: Any, context: Any) -> Any:  # noqa: N802
         return cpu_attention_pb2.GetCpuAttentionStatusResponse(
-            epoch=self.region_epoch, num_threads=self.num_threads, max_threads=self.max_threads
+            epoch=self.region_epoch,
+            num_threads=self.num_threads,
+            max_threads=self.max_threads,
+            stopping=self.stopping,
         )
 
     async def SetThreads(self, request: Any, context: Any) -> Any:  # noqa: N802

@@ -34,7 +34,7 @@ def run_classes(profile: Profile, arrivals: Sequence[tuple[Arrival, ServiceClass
 
 class _Run:
     def __init__(self, profile: Profile) -> None:
-        capacity = profile.capacity(profile.offload_gpu_blocks, profile.host_blocks)
+        capacity = profile.capacity(profile.offload_gpu_blocks, profile.host_pools)
         estimator = profile.estimator
         self.scheduler = Scheduler(capacity, estimator, "auto", 2**31)
         self.executor = SimulatedExecutor(estimator, estimator.kv_bytes_per_token)

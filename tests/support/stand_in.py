@@ -15,6 +15,7 @@ def main() -> None:
     name, diary = sys.argv[1], Path(sys.argv[2])
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
+    signal.signal(signal.SIGUSR1, lambda number, frame: note(diary, f"{name} asked for its state"))
     note(diary, f"{name} started")
     print(f"hello from {name}", flush=True)
     if len(sys.argv) > 3:

@@ -1,0 +1,230 @@
+"""Triton kernels of attention over KV in blocks: prompts' chunks, and decodes split over their context.
+
+Rows of a program are query heads of one KV head, token by token: a decode has as many as the group has heads, a chunk
+that many times its tokens. Softmax is computed on the way (Milakov and Gimelshein, 2018), in base 2. How keys and
+values lie in a block: gpu_svc/kv_layout.py. Names in capitals are compile-time constants.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _attend(
+    q,  # [ROWS, DIM_PAD]
+    positions,  # [ROWS] of each row's token; it sees tokens up to its own
+    table,  # blocks of the sequence
+    cache,  # of the layer, at this KV head's part of block 0
+    block_stride,
+    value_offset,  # from a block's keys to its values
+    start,
+    end,  # of the tokens attended here
+    window,
+    scale,  # of scores, log2(e) not included
+    softcap,
+    HEAD_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    PAIRED_KEYS: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    DOT_TYPE: tl.constexpr,
+):
+    """Weighted sum of values [ROWS, DIM_PAD], not yet divided; the largest score and the sum of weights, [ROWS]."""
+    log2_e = 1.4426950408889634
+    num_paired: tl.constexpr = HEAD_DIM // 2 * 2 if PAIRED_KEYS else 0
+    dims = tl.arange(0, DIM_PAD)
+    # Where a key's dimension lies for the block's first token, and how far apart its tokens are.
+    key_dims = tl.where(dims < num_paired, dims // 2 * (2 * BLOCK_TOKENS) + dims % 2, dims * BLOCK_TOKENS)
+    key_steps = tl.where(dims < num_paired, 2, 1)
+    summed = tl.zeros([ROWS, DIM_PAD], tl.float32)
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    for first in range(start, end, TILE):
+        tokens = first + tl.arange(0, TILE)
+        here = tokens < end
+        blocks = tl.load(table + tokens // BLOCK_TOKENS, mask=here, other=0).to(tl.int64) * block_stride
+        within = tokens % BLOCK_TOKENS
+        key_places = blocks[None, :] + key_dims[:, None] + within[None, :] * key_steps[:, None]
+        keys = tl.load(cache + key_places, mask=(dims < HEAD_DIM)[:, None] & here[None, :], other=0.0)
+        scores = tl.dot(q.to(DOT_TYPE), keys.to(q.dtype).to(DOT_TYPE), input_precision="ieee") * scale
+        if HAS_SOFTCAP:
+            scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)  # tanh
+        seen = here[None, :] & (tokens[None, :] <= positions[:, None])
+        if HAS_WINDOW:
+            seen = seen & (tokens[None, :] > positions[:, None] - window)
+        scores = tl.where(seen, scores * log2_e, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        # A row that has seen nothing yet has no finite peak.
+        reference = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weights = tl.exp2(scores - reference[:, None])
+        shrink = tl.exp2(peak - reference)
+        value_places = blocks[:, None] + value_offset + within[:, None] * HEAD_DIM + dims[None, :]
+        values = tl.load(cache + value_places, mask=here[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+        values = values.to(q.dtype).to(DOT_TYPE)
+        summed = summed * shrink[:, None] + tl.dot(weights.to(q.dtype).to(DOT_TYPE), values, input_precision="ieee")
+        total = total * shrink + tl.sum(weights, 1)
+        peak = new_peak
+    return summed, peak, total
+
+
+@triton.jit
+def prefill_kernel(
+    q,
+    cache,
+    table,
+    out,
+    start,
+    num_tokens,
+    window,
+    scale,
+    softcap,
+    q_token_stride,
+    out_token_stride,
+    block_stride,
+    value_offset,
+    HEAD_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    PAIRED_KEYS: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    DOT_TYPE: tl.constexpr,
+):
+    """Programs: (tiles of ROWS rows, last ones first, for they have most to do; KV heads)."""
+    kv_head = tl.program_id(1)
+    first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
+    rows = first_row + tl.arange(0, ROWS)
+    dims = tl.arange(0, DIM_PAD)
+    row_tokens, heads = rows // GROUP, kv_head * GROUP + rows % GROUP
+    here = (row_tokens < num_tokens)[:, None] & (dims < HEAD_DIM)[None, :]
+    places = heads[:, None] * HEAD_DIM + dims[None, :]
+    queries = tl.load(q + row_tokens[:, None].to(tl.int64) * q_token_stride + places, mask=here, other=0.0)
+    last_token = tl.minimum((first_row + ROWS - 1) // GROUP, num_tokens - 1)
+    first_seen = 0
+    if HAS_WINDOW:
+        first_seen = tl.maximum(start + first_row // GROUP - window + 1, 0)
+    summed, _, total = _attend(
+        queries,
+        start + row_tokens,
+        table,
+        cache + kv_head * HEAD_DIM * BLOCK_TOKENS,
+        block_stride,
+        value_offset,
+        first_seen,
+        start + last_token + 1,
+        window,
+        scale,
+        softcap,
+        HEAD_DIM,
+        DIM_PAD,
+        BLOCK_TOKENS,
+        PAIRED_KEYS,
+        TILE,
+        ROWS,
+        HAS_WINDOW,
+        HAS_SOFTCAP,
+        DOT_TYPE,
+    )
+    # Rows past the chunk's end may have seen nothing.
+    attended = (summed / tl.where(total > 0, total, 1.0)[:, None]).to(out.dtype.element_ty)
+    tl.store(out + row_tokens[:, None].to(tl.int64) * out_token_stride + places, attended, mask=here)
+
+
+@triton.jit
+def decode_kernel(
+    q,
+    cache,
+    tables,
+    context_tokens,
+    summed_out,  # [n, num_q_heads, num_splits, HEAD_DIM] float32
+    logs_out,  # [n, num_q_heads, num_splits] float32: log2 of the sum of weights
+    window,
+    scale,
+    softcap,
+    split_tokens,
+    q_token_stride,
+    table_stride,
+    block_stride,
+    value_offset,
+    HEAD_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    PAIRED_KEYS: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    DOT_TYPE: tl.constexpr,
+):
+    """Programs: (sequences, KV heads, parts of the context of `split_tokens` each, counted from the first one seen)."""
+    sequence, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    num_splits = tl.num_programs(2)
+    context = tl.load(context_tokens + sequence)
+    start = split * split_tokens
+    if HAS_WINDOW:
+        start += tl.maximum(context - window, 0)
+    rows, dims = tl.arange(0, ROWS), tl.arange(0, DIM_PAD)
+    heads = kv_head * GROUP + rows
+    here = (rows < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    queries = tl.load(q + sequence * q_token_stride + heads[:, None] * HEAD_DIM + dims[None, :], mask=here, other=0.0)
+    summed, peak, total = _attend(
+        queries,
+        tl.zeros([ROWS], tl.int32) + context - 1,
+        tables + sequence * table_stride,
+        cache + kv_head * HEAD_DIM * BLOCK_TOKENS,
+        block_stride,
+        value_offset,
+        start,
+        tl.minimum(start + split_tokens, context),
+        window,
+        scale,
+        softcap,
+        HEAD_DIM,
+        DIM_PAD,
+        BLOCK_TOKENS,
+        PAIRED_KEYS,
+        TILE,
+        ROWS,
+        HAS_WINDOW,
+        HAS_SOFTCAP,
+        DOT_TYPE,
+    )
+    num_heads = GROUP * tl.num_programs(1)
+    part = (sequence * num_heads + heads) * num_splits + split
+    # A part beyond the context's end is empty: its weight will be 0.
+    seen = total > 0
+    total = tl.where(seen, total, 1.0)
+    summed = summed / total[:, None]
+    tl.store(summed_out + part[:, None] * HEAD_DIM + dims[None, :], summed, mask=here)
+    tl.store(logs_out + part, tl.where(seen, peak + tl.log2(total), float("-inf")), mask=rows < GROUP)
+
+
+@triton.jit
+def combine_kernel(
+    summed,
+    logs,
+    out,
+    out_token_stride,
+    num_splits,
+    HEAD_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Programs: (sequences, query heads). Adds up the parts of a context, each by its share of the weights."""
+    sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    splits, dims = tl.arange(0, SPLITS), tl.arange(0, DIM_PAD)
+    part = (sequence * tl.num_programs(1) + head) * num_splits + splits
+    part_logs = tl.load(logs + part, mask=splits < num_splits, other=float("-inf"))
+    shares = tl.exp2(part_logs - tl.max(part_logs, 0))
+    shares = shares / tl.sum(shares, 0)
+    here = (splits < num_splits)[:, None] & (dims < HEAD_DIM)[None, :]
+    parts = tl.load(summed + part[:, None] * HEAD_DIM + dims[None, :], mask=here, other=0.0)
+    attended = tl.sum(parts * shares[:, None], 0).to(out.dtype.element_ty)
+    tl.store(out + sequence * out_token_stride + head * HEAD_DIM + dims, attended, mask=dims < HEAD_DIM)
