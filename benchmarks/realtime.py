@@ -171,11 +171,11 @@ class Learned:
 
     def factors(self) -> Factors:
         """So far; those of the tables where nobody was watched. Of further pools the check has none."""
-        names = [name for name in asdict(Factors()) if name != "further_pools"]
-        samples = self._samples or [Factors()]
-        learned = {name: statistics.fmean(getattr(sample, name) for sample in samples) for name in names}
-        print(f"learned in {len(self._samples)} samples:", {name: round(value, 3) for name, value in learned.items()})
-        return Factors(**learned)  # type: ignore[arg-type]  # of floats alone
+        learned = Factors()
+        for name in asdict(learned).keys() - {"further_pools"} if self._samples else ():
+            setattr(learned, name, statistics.fmean(getattr(sample, name) for sample in self._samples))
+        print(f"learned in {len(self._samples)} samples: {learned}")
+        return learned
 
 
 async def serve(
@@ -222,7 +222,7 @@ async def serve(
         if watching:
             watching.cancel()
     duration_s = max(ends) - start_s
-    medians = [statistics.median(times) for times in (ttfts, server_ttfts, tpots)]
+    medians = [statistics.median(values) for values in (ttfts, server_ttfts, tpots)]
     return Outcome(medians[0], medians[1], medians[2], len(arrivals) / duration_s)
 
 
