@@ -6,22 +6,29 @@ import resource
 import shutil
 import stat
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from svc_common.cgroups import limiting_directories
 from svc_common.config import Config, ConfigError, GatewayConfig, PlannerConfig
 from svc_common.cores import usable_cores
 from svc_common.cpu_kernels import choose_instruction_set
-from svc_common.memory import usable_memory_bytes
-from svc_common.model.store import ModelNotFoundError, resolve
+from svc_common.memory import machine_bytes, size_text, usable_memory_bytes
+from svc_common.model.read_spec import read_spec
+from svc_common.model.spec import UnsupportedModelError
+from svc_common.model.store import ModelNotFoundError, default_cache_dir, resolve
 from svc_common.security.api_keys import first_key
 from svc_common.security.exposure import exposure
 from svc_common.security.tls import TlsFiles
 
 _FEW_FILES = 4096
 """Open files: a connection takes one in planner and gateway each."""
+_FEW_TASKS = 512
+_DTYPE_BYTES = {"auto": 4.0, "fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1.05, "int4": 0.65}
+"""Of a weight, scales included; what "auto" comes to is measured at start-up."""
 _SLOW_KERNELS = ("scalar", "avx2")
 _FAST_CLOCKS = ("tsc", "kvm-clock", "arch_sys_counter", "hyperv_clocksource_tsc_page", "xen")
 _GPU_QUERY_S = 10.0
@@ -48,7 +55,7 @@ def examine(config: Config, root: Path = Path("/")) -> Iterator[Finding]:
     """Every finding, the good ones too. `root` is where /proc, /sys and the like are read."""
     gpu = _gpu_name()
     yield _gpu(config, gpu)
-    yield _memory(config, plays_gpu=gpu is None and config.gpu.device != "cuda")
+    yield _memory(config, gpu is None and config.gpu.device != "cuda", root)
     for check in _CHECKS:
         yield from check(config, root)
     if gpu is not None:
@@ -113,17 +120,32 @@ def _cores(config: Config, root: Path) -> Iterator[Finding]:
         yield Finding(Level.OK, "cores", found)
 
 
-def _memory(config: Config, plays_gpu: bool) -> Finding:
-    """`plays_gpu`: the GPU's KV lies in this memory, too."""
-    usable = usable_memory_bytes()
+def _memory(config: Config, plays_gpu: bool, root: Path) -> Finding:
+    """`plays_gpu`: the GPU's weights and KV lie in this memory, too."""
+    usable, here = usable_memory_bytes(), machine_bytes(root / "proc/meminfo")
     wanted = {"cpu_attn.kv_bytes": _host_bytes(config)}
+    weights = 0
     if plays_gpu:
         wanted["gpu.kv_bytes"] = config.gpu.kv_bytes
-    total = sum(wanted.values())
-    found = f"{usable / _GIB:.1f} GiB to use, {total / _GIB:.1f} GiB asked for KV"
+        weights = _weight_bytes(config)
+    total = sum(wanted.values()) + weights
+    limited = f", the limit of this cgroup; the machine has {size_text(here)}" if usable < here else ""
+    found = f"{size_text(usable)} to use{limited}; asked: KV {size_text(total - weights)}"
+    if weights:
+        found += f", weights up to {size_text(weights)}"
     if total > usable:
-        return Finding(Level.PROBLEM, "memory", found, f"lower {' or '.join(wanted)}, or raise the container's limit")
+        advice = f"lower {' or '.join(wanted)}, choose smaller weights (gpu.dtype), or raise the container's limit"
+        return Finding(Level.PROBLEM, "memory", found, advice)
     return Finding(Level.OK, "memory", found)
+
+
+def _weight_bytes(config: Config) -> int:
+    """In the largest type that gpu.dtype may come to; 0 where the model can't be read, which is said elsewhere."""
+    try:
+        spec = read_spec(resolve(config.model.source))
+    except (ModelNotFoundError, UnsupportedModelError):
+        return 0
+    return min(round(spec.weight_bytes(1) * _DTYPE_BYTES[config.gpu.dtype]), config.gpu.memory_bytes or sys.maxsize)
 
 
 def _host_bytes(config: Config) -> int:
@@ -187,6 +209,58 @@ def _governor(config: Config, root: Path) -> Iterator[Finding]:
         yield Finding(Level.NOTE, "CPU frequency", governor, "as root: cpupower frequency-set -g performance")
     elif governor:
         yield Finding(Level.OK, "CPU frequency", governor)
+
+
+def _addresses(config: Config, root: Path) -> Iterator[Finding]:
+    """Of the services that this configuration starts."""
+    named = {"planner.listen": config.planner.listen, "gpu.listen": config.gpu.listen}
+    for index, service in enumerate(config.cpu_attn):
+        named[f"{config.cpu_attn_key(index)}.listen"] = service.listen
+    if config.gateway:
+        named["gateway.listen"] = config.gateway.listen
+    fixed = {key: address for key, address in named.items() if not address.endswith(":0")}
+    for key, address in fixed.items():
+        first = next(other for other, taken in fixed.items() if taken == address)
+        if first != key:
+            yield Finding(Level.PROBLEM, "addresses", address, f"{first} and {key} are the same: each needs its own")
+            return
+    yield Finding(Level.OK, "addresses", "all different")
+
+
+def _cache(config: Config, root: Path) -> Iterator[Finding]:
+    """Models, layer files and measurements are kept there."""
+    try:
+        directory = default_cache_dir()
+    except ModelNotFoundError as error:
+        yield Finding(Level.NOTE, "cache directory", "none", str(error))
+        return
+    existing = next(path for path in (directory, *directory.parents) if path.exists())
+    if not os.access(existing, os.W_OK):
+        advice = (
+            "set XDG_CACHE_HOME to a directory that can be written (a volume): nothing is kept, each start measures "
+            "the machine anew, and weights can't be streamed"
+        )
+        yield Finding(Level.NOTE, "cache directory", f"{directory} can't be written", advice)
+        return
+    status = os.statvfs(existing)
+    found = f"{directory}: {size_text(status.f_bavail * status.f_frsize)} free"
+    yield Finding(Level.OK, "cache directory", found)
+
+
+def _num_tasks(config: Config, root: Path) -> Iterator[Finding]:
+    """Threads count as well; gRPC, torch and attention each have some per core."""
+    limits = []
+    for directory in limiting_directories("pids", root / "sys/fs/cgroup", root / "proc/self/cgroup"):
+        text = _read(directory / "pids.max")
+        if text.isdecimal():
+            limits.append(int(text))
+    if not limits:
+        yield Finding(Level.OK, "processes and threads", "no limit of a cgroup")
+    elif min(limits) < _FEW_TASKS:
+        advice = f"raise pids_limit to {_FEW_TASKS} or more: a service that can't start a thread fails"
+        yield Finding(Level.NOTE, "processes and threads", f"at most {min(limits)} in this cgroup", advice)
+    else:
+        yield Finding(Level.OK, "processes and threads", f"at most {min(limits)} in this cgroup")
 
 
 def _open_files(config: Config, root: Path) -> Iterator[Finding]:
@@ -270,4 +344,7 @@ _CHECKS: tuple[Callable[[Config, Path], Iterator[Finding]], ...] = (
     _governor,
     _open_files,
     _access,
+    _num_tasks,
+    _addresses,
+    _cache,
 )

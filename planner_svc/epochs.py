@@ -17,7 +17,8 @@ from svc_common.memory import size_text
 from svc_common.policy import ExecutionPolicy
 
 _CONNECT_S = 10.0
-_RETRY_S = 1.0
+_LOOK_AGAIN_S = 0.2
+"""For an executor that is not there yet, or loads its model."""
 _HOSTS_BACK_S = 10.0
 """So long CPU attention services that went with the executor may take to answer."""
 
@@ -78,7 +79,7 @@ class Epochs:
                 if said != str(error):
                     said = str(error)
                     logger.info("waiting for the executor: %s", error)
-                await asyncio.sleep(_RETRY_S)
+                await asyncio.sleep(_LOOK_AGAIN_S)
         self._has_restarted = self.placement is None or last < self.number
         # Later than what another planner with a faster clock may have opened.
         self.number = max(self.number, last)

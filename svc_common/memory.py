@@ -27,7 +27,7 @@ def usable_memory_bytes(
 ) -> int:
     """Bytes in all, used ones included."""
     limits = [_limit_bytes(directory) for directory in limiting_directories("memory", cgroup_root, own_cgroups)]
-    return min([_machine_bytes(meminfo), *(limit for limit in limits if limit is not None)])
+    return min([machine_bytes(meminfo), *(limit for limit in limits if limit is not None)])
 
 
 def check_fits_memory(key: str, num_bytes: int, usable_bytes: int) -> None:
@@ -56,7 +56,8 @@ def huge_page_bytes(mapped_path: str, smaps: Path = _SMAPS) -> int:
     return found
 
 
-def _machine_bytes(meminfo: Path) -> int:
+def machine_bytes(meminfo: Path = _MEMINFO) -> int:
+    """That the machine has, whatever this process may use of it."""
     total = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemTotal:"))
     return int(total.split()[1]) * 1024
 

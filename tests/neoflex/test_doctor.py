@@ -22,6 +22,9 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "performance\n",
         "sys/devices/system/node/node0/cpulist": "0-3\n",
         "dev/shm/.keep": "",
+        "proc/meminfo": f"MemTotal: {32 * 2**20} kB\n",
+        "proc/self/cgroup": "0::/box\n",
+        "sys/fs/cgroup/box/pids.max": "max\n",
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True)
@@ -41,6 +44,7 @@ def find(machine: Path, topic: str, **sections: dict[str, object]) -> Finding:
 def test_a_good_machine_has_no_problem(machine: Path) -> None:
     levels = {item.topic: item.level for item in examine(Config(), machine)}
     good = ("GPU", "model", "cores", "memory", "huge pages", "NUMA nodes", "clock", "CPU frequency")
+    good += ("addresses", "cache directory", "processes and threads")
     assert {topic: levels[topic] for topic in good} == dict.fromkeys(good, Level.OK)
 
 
@@ -71,6 +75,39 @@ def test_more_kv_than_memory(machine: Path) -> None:
     found = find(machine, "memory", gpu={"kv_bytes": "9GiB"}, cpu_attn={"kv_bytes": "9GiB"})
     assert found.level is Level.PROBLEM
     assert found.advice.startswith("lower cpu_attn.kv_bytes or gpu.kv_bytes")
+    assert "16.0 GiB to use, the limit of this cgroup; the machine has 32.0 GiB" in found.found
+
+
+def test_weights_count_as_kv_does(machine: Path) -> None:
+    """134.5 million of them, at 4 bytes each unless said otherwise."""
+    found = find(machine, "memory", gpu={"kv_bytes": "8GiB"}, cpu_attn={"kv_bytes": "7800MiB"})
+    assert found.level is Level.PROBLEM
+    assert "asked: KV 15.6 GiB, weights up to 513.1 MiB" in found.found
+    found = find(machine, "memory", gpu={"kv_bytes": "8GiB", "dtype": "bf16"}, cpu_attn={"kv_bytes": "7800MiB"})
+    assert found.level is Level.OK
+    assert "weights up to 256.6 MiB" in found.found
+
+
+def test_two_services_at_one_address(machine: Path) -> None:
+    same = {"listen": "127.0.0.1:50051"}
+    found = find(machine, "addresses", gpu=same)
+    assert (found.level, found.found) == (Level.PROBLEM, "127.0.0.1:50051")
+    assert found.advice == "planner.listen and gpu.listen are the same: each needs its own"
+    free = {"listen": "127.0.0.1:0"}
+    assert find(machine, "addresses", planner=free, gpu=free).level is Level.OK
+
+
+def test_few_threads(machine: Path) -> None:
+    (machine / "sys/fs/cgroup/box/pids.max").write_text("100\n")
+    found = find(machine, "processes and threads")
+    assert (found.level, found.found) == (Level.NOTE, "at most 100 in this cgroup")
+
+
+def test_nowhere_to_keep_anything(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    found = find(machine, "cache directory")
+    assert found.level is Level.NOTE
+    assert "XDG_CACHE_HOME" in found.advice
 
 
 def test_a_pool_larger_than_shared_memory(machine: Path) -> None:
