@@ -15,6 +15,8 @@ from support.planner_rig import TOKENIZER, collect, first_delta, refused, reques
 
 from neoflex.v1 import inference_pb2 as pb
 from neoflex.v1 import inference_pb2_grpc
+from svc_common.model.read_spec import read_spec
+from svc_common.model.store import ModelFiles
 
 CONTEXT_TOKENS = 64
 
@@ -66,6 +68,7 @@ async def line_with(process: asyncio.subprocess.Process, text: str) -> str:
 
 
 async def test_serves_and_drains_on_sigterm(model_dir: Path, tmp_path: Path, executor: FakeExecutor) -> None:
+    executor.model_digest = read_spec(ModelFiles("tiny-model", model_dir)).digest
     config = tmp_path / "config.toml"
     config.write_text(
         f'[model]\nsource = "{model_dir}"\n[planner]\nlisten = "127.0.0.1:0"\n'
