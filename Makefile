@@ -11,7 +11,7 @@ SOURCES := $(PACKAGES) tests benchmarks tools
 BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints.txt \
 	$(shell find proto svc_common cpu_attn_svc \( -name '*.proto' -o -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt \) 2>/dev/null)
 
-.PHONY: help demo test lint types imports protos format model unit integration clients console observability dashboards bench-serve bench-kernel sanitize cross bench-quantisation bench-hop bench-overlap bench-executor bench-sampling bench-planner bench-planner-full bench-baselines bench-estimate bench-realtime bench-gateway bench-policies bench-policy-check clean
+.PHONY: help demo test lint types imports protos format model unit integration clients console observability dashboards bench-serve bench-kernel sanitize cross bench-quantisation bench-hop bench-overlap bench-executor bench-sampling bench-planner bench-planner-full bench-baselines bench-estimate bench-realtime bench-gateway bench-policies bench-policy-check bench-telemetry clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 
@@ -113,6 +113,9 @@ bench-policies: $(VENV)/.dev ## Policies for models larger than the GPU, by esti
 
 bench-policy-check: $(VENV)/.dev model ## Predicted against measured time of each policy, on a device too small for the model
 	$(BIN)/python benchmarks/policy_check.py
+
+bench-telemetry: $(VENV)/.dev model ## What telling Prometheus or a collector costs
+	$(BIN)/python benchmarks/telemetry.py
 
 clean: ## Remove what was built
 	rm -rf build $(VENV) neoflex/v1 $(addsuffix /*.so,svc_common/tensor_plane svc_common/cpu_kernels cpu_attn_svc)

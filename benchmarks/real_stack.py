@@ -2,9 +2,10 @@
 
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 from neoflex.supervisor import LocalStack
 from svc_common.config import parse
@@ -26,25 +27,30 @@ def running(
     device: str = "auto",
     dtype: str = "auto",
     gateway: bool = False,
+    metrics: bool = False,
+    telemetry: Mapping[str, object] = MappingProxyType({}),
 ) -> Iterator[LocalStack]:
-    """Ready to serve, with `gateway` by HTTP on a free port, too.
+    """Ready to serve, with `gateway` by HTTP on a free port, too; with `metrics` Prometheus' endpoints on free ports.
 
     `num_kv_tokens`: what all requests need together; `gpu_share` of it lies on the "GPU". `longest_tokens`: most of one
     request. In mode "gpu_only" there is no host tier, and all of it is there.
     """
     kv_bytes = num_kv_tokens * read_spec(resolve(model)).kv_bytes_per_token(4)
     alone = mode == "gpu_only"
+    listen = {"metrics_listen": "127.0.0.1:0"} if metrics else {}
     config = parse(
         {
             "model": {"source": model},
-            "planner": {"listen": "127.0.0.1:0", "mode": mode, "max_sequence_tokens": longest_tokens},
+            "planner": {"listen": "127.0.0.1:0", "mode": mode, "max_sequence_tokens": longest_tokens, **listen},
             "gpu": {
                 "device": device,
                 "dtype": dtype,
                 "profile": profile,
                 "kv_bytes": kv_bytes if alone else int(kv_bytes * gpu_share),
+                **listen,
             },
-            "cpu_attn": {"kv_bytes": 0 if alone else kv_bytes},
+            "cpu_attn": {"kv_bytes": 0 if alone else kv_bytes, **listen},
+            "telemetry": dict(telemetry),
             **({"gateway": {"listen": "127.0.0.1:0"}} if gateway else {}),
         },
         "benchmark",

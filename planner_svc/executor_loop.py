@@ -112,6 +112,7 @@ class ExecutorLoop:
             self._engine.close(unavailable("EXECUTOR_LOST", "the executor was lost; it is awaited", _RETRY_S))
         except Exception:
             logger.exception("the engine failed; all requests end and the executor is opened afresh")
+            self._meters.epoch_ended("engine_failed")
             self._engine.abandon(unavailable("ENGINE_FAILED", "the engine failed and is restarting", _RETRY_S))
 
     async def _connect(self) -> None:

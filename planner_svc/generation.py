@@ -32,7 +32,7 @@ class GenerationRequest:
     targets: Targets | None
     cache_salt: str | None
     """None: its KV is shared with no other request."""
-    span: RequestSpan | None = None
+    span: RequestSpan
 
 
 class EndReason(Enum):
@@ -115,7 +115,7 @@ class Generation:
         self._answer = AnswerText(tokenizer, request.stops)
         self._text: list[str] = []
         self._captured: list[str] = []
-        self._captures = request.span is not None and request.span.captures_content
+        self._captures = request.span.captures_content
         self._token_ids: list[int] = []
         self._positions: list[Position] = []
         self._prompt_positions: list[Position] = []

@@ -71,17 +71,15 @@ class RequestMeters:
         self._observe_phases(generation, now_ns)
         self._latency.of(name).observe(finished.duration_ns / 1e9)
         self._observe_gen_ai(generation)
-        if request.span:
-            request.span.finish(finished, generation.marks, now_ns)
+        request.span.finish(finished, generation.marks, now_ns)
 
     def failed(self, generation: Generation, reason: str, now_ns: int) -> None:
         """It ended with an error, or nobody waits for it any more."""
         request = generation.request
         self._failed.add(1, reason, request.service_class.name)
         self._observe_phases(generation, now_ns)
-        if request.span:
-            self._observe_duration(request.span.operation, reason, now_ns - request.arrival_ns)
-            request.span.fail(reason, generation.marks, now_ns)
+        self._observe_duration(request.span.operation, reason, now_ns - request.arrival_ns)
+        request.span.fail(reason, generation.marks, now_ns)
 
     def _observe_phases(self, generation: Generation, now_ns: int) -> None:
         """Those that came to their end."""
@@ -95,8 +93,7 @@ class RequestMeters:
 
     def _observe_gen_ai(self, generation: Generation) -> None:
         finished, marks = generation.finished, generation.marks
-        operation = generation.request.span.operation if generation.request.span else ""
-        labels = self._labels(operation)
+        labels = self._labels(generation.request.span.operation)
         self._duration.of(*labels, "").observe(finished.duration_ns / 1e9)
         self._usage.of(*labels, "input").observe(finished.prompt_tokens)
         self._usage.of(*labels, "output").observe(finished.completion_tokens)

@@ -116,4 +116,9 @@ def _by_slo(engine: Engine) -> list[Sample]:
 
 def _calibration(engine: Engine) -> list[Sample]:
     factors = engine.calibration_factors()
-    return [Sample(factor, (part,)) for part, factor in asdict(factors).items()] if factors else []
+    if factors is None:
+        return []
+    parts = asdict(factors)
+    further: dict[int, float] = parts.pop("further_pools")
+    parts |= {f"cpu_decode_{pool}": factor for pool, factor in further.items()}
+    return [Sample(factor, (part,)) for part, factor in parts.items()]

@@ -164,7 +164,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             self._engine.check_open(options.request_id)
             tokens = await self._tokens_of(prompt, prefix="request.")
             grammar = await self._grammar_of(options.constraint) if options.constraint else ""
-            request = replace(self._resolve(prompt, tokens, options, grammar, arrival_ns), span=span)
+            request = self._resolve(prompt, tokens, options, grammar, arrival_ns, span)
             generation = self._engine.submit(request, f"request.{requests.prompt_field(prompt)}")
         except ServiceError as error:
             self._engine.counters.refused_requests += 1
@@ -173,10 +173,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         except BaseException as error:  # Its call was cancelled, say.
             self._meters.refused(span, type(error).__name__, arrival_ns)
             raise
-        span.accept(request)
-        self._note_prompt(span, prompt, tokens)
         # Cancelled, past its deadline, broken: whichever way the call ends, nobody waits for the rest.
         context.add_done_callback(lambda _: self._engine.withdraw(generation))  # type: ignore[arg-type]  # stub: a class
+        span.accept(request)
+        self._note_prompt(span, prompt, tokens)
         return generation
 
     def _note_prompt(self, span: RequestSpan, prompt: Prompt, tokens: Sequence[int]) -> None:
@@ -226,7 +226,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         return grammar
 
     def _resolve(
-        self, prompt: Prompt, tokens: tuple[int, ...], options: GenerationOptions, grammar: str, arrival_ns: int
+        self,
+        prompt: Prompt,
+        tokens: tuple[int, ...],
+        options: GenerationOptions,
+        grammar: str,
+        arrival_ns: int,
+        span: RequestSpan,
     ) -> GenerationRequest:
         end_token_ids = options.stop_token_ids
         if not options.ignore_eos:
@@ -245,4 +251,5 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             service_class=options.service_class,
             targets=options.targets,
             cache_salt=options.cache_salt,
+            span=span,
         )

@@ -15,7 +15,7 @@ from opentelemetry.proto.metrics.v1.metrics_pb2 import AggregationTemporality, M
 from prometheus_client.parser import text_string_to_metric_families
 from support.otlp import OtlpReceiver, ReceivedSpan, attributes_of, otlp_receiver
 
-from neoflex import Client
+from neoflex import Client, UnavailableError
 from neoflex.supervisor import LocalStack
 from svc_common.telemetry.declaration import Kind
 from svc_common.telemetry.instruments import CPU_ATTN, GATEWAY, GPU, PLANNER, SERVICES, instruments_of
@@ -240,8 +240,8 @@ def test_logs_with_the_trace_of_a_failed_iteration(answered: str, stack: LocalSt
         stream = client.stream(PROMPT, max_tokens=300, ignore_eos=True)
         next(iter(stream))
         os.kill(stack.pids[CPU_ATTN], signal.SIGKILL)
-        num_tokens = 1 + sum(len(delta.token_ids) for delta in stream)
-    assert num_tokens == 300
+        with pytest.raises(UnavailableError, match="CPU_ATTENTION_LOST"):  # It is too long for the GPU's cache.
+            list(stream)
 
     def failure(service: str) -> Any:
         return next(

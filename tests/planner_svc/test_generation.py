@@ -3,9 +3,11 @@
 import asyncio
 
 import pytest
+from opentelemetry.trace import NoOpTracer
 from support.planner_rig import TOKENIZER
 
 from planner_svc.generation import Delta, EndReason, Finished, Generation, GenerationRequest, Position
+from planner_svc.request_span import RequestSpan, face_of
 from planner_svc.scheduler import DEFAULT_CLASS, History, Targets
 from svc_common.errors import ServiceError, unavailable
 from svc_common.plan import PromptLogprobs, Sampling, TokenLogprobs
@@ -26,6 +28,7 @@ def generation(stops: tuple[str, ...] = (), targets: Targets | None = None) -> G
         service_class=DEFAULT_CLASS,
         targets=targets,
         cache_salt=None,
+        span=RequestSpan(NoOpTracer(), face_of("tiny", "127.0.0.1:1"), "chat", (), 1000),
     )
     return Generation(request, 7, TOKENIZER)
 
