@@ -76,8 +76,8 @@ def _tables_below(header: str, path: str, section: type[Section], about: str) ->
     if keys:
         own = " ".join((inspect.getdoc(section) or "").split())
         yield _Table(header, f"{own} {about}".strip(), keys, docs)
-    for found in inner:
-        yield from _tables_below(*found)
+    for inner_header, inner_path, inner_section, inner_about in inner:
+        yield from _tables_below(inner_header, inner_path, inner_section, inner_about)
 
 
 def _inner_table(path: str, field: FieldInfo) -> tuple[str, str, type[Section]] | None:
