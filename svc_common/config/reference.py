@@ -67,8 +67,7 @@ def _documented(definition: ast.ClassDef) -> Iterator[tuple[str, str]]:
 
 def _tables_below(header: str, path: str, section: type[Section], about: str) -> Iterator[_Table]:
     """A table's own keys, and then the tables that its other keys are."""
-    docs, keys = key_docs(section), {}
-    inner: list[tuple[str, str, type[Section], str]] = []
+    docs, keys, inner = key_docs(section), {}, []
     for key, field in section.model_fields.items():
         if found := _inner_table(f"{path}.{key}".removeprefix("."), field):
             inner.append((*found, docs.get(key, "")))
@@ -77,8 +76,8 @@ def _tables_below(header: str, path: str, section: type[Section], about: str) ->
     if keys:
         own = " ".join((inspect.getdoc(section) or "").split())
         yield _Table(header, f"{own} {about}".strip(), keys, docs)
-    for table in inner:
-        yield from _tables_below(*table)
+    for inner_header, inner_path, inner_section, inner_about in inner:
+        yield from _tables_below(inner_header, inner_path, inner_section, inner_about)
 
 
 def _inner_table(path: str, field: FieldInfo) -> tuple[str, str, type[Section]] | None:
