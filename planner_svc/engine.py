@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import zip_longest
 
 from planner_svc import refusals
+from planner_svc.availability import Availability
 from planner_svc.classes import ServiceClasses
 from planner_svc.counters import ClassTallies, Counters, FinishRate, Load
 from planner_svc.estimator import Estimator, Factors
@@ -60,11 +61,7 @@ class Engine:
         self._capacity: Capacity | None = None
         self._whole_pools: tuple[int, ...] = ()
         """Blocks of the host pools, as large as any epoch had them: that one is not attached is a passing state."""
-        self._is_open = False
-        self._is_suspended = False
-        self._draining = False
-        self._trouble = ""
-        """Why the executor can't serve; empty where it merely isn't there."""
+        self.availability = Availability()
         self._by_request: dict[str, Generation] = {}
         self._by_sequence: dict[int, Generation] = {}
         self._histories: dict[int, History] = {}
@@ -88,19 +85,12 @@ class Engine:
 
     def check_open(self, request_id: str) -> None:
         """Raises ServiceError where a request with this id would be refused now, whatever it holds."""
-        if self._draining:
-            raise unavailable("DRAINING", "the server is shutting down", _RETRY_S)
-        if self._scheduler is None or not self._is_open:
-            raise self.not_open()
+        self.availability.check()
+        assert self._scheduler is not None
         if request_id in self._by_request:
             raise already_exists("REQUEST_ID_IN_USE", f"request {request_id!r} is running")
         if self._scheduler.num_waiting >= self._max_waiting:
             raise refusals.queue_full(self._max_waiting, self._place_free_s())
-
-    def not_open(self) -> ServiceError:
-        """What there is no executor for is told."""
-        reason = "LOADING" if self._capacity is None else "EXECUTOR_LOST"
-        return unavailable(reason, self._what_is_awaited(), _RETRY_S)
 
     def submit(self, request: GenerationRequest, prompt_field: str) -> Generation:
         """Accepts a request. Raises ServiceError; `prompt_field` is what to name where the prompt is too long."""
@@ -157,17 +147,17 @@ class Engine:
         return bool(self._by_request)
 
     @property
+    def grammars(self) -> set[str]:
+        """That requests in hand are bound to."""
+        return {generation.request.sampling.grammar for generation in self._by_request.values()} - {""}
+
+    @property
     def room_tokens(self) -> int:
         """Tokens of prompt and answer that the KV cache has room for in one sequence."""
         # The last token is sent and never attended: it needs no room.
         return largest_tier_tokens(self._capacity, self._mode) + 1 if self._capacity else 0
 
     # --- what ExecutorLoop asks
-
-    @property
-    def is_open(self) -> bool:
-        """From `open` until the executor is lost."""
-        return self._is_open
 
     def open(self, capacity: Capacity, estimator: Estimator, epoch: int) -> None:
         """An epoch begins, with requests in hand or without; those that cannot go on in it fail."""
@@ -178,9 +168,7 @@ class Engine:
             lost = self._scheduler.reset(capacity, estimator, epoch)
         self._capacity = capacity
         self._whole_pools = tuple(map(max, zip_longest(self._whole_pools, capacity.host_pools, fillvalue=0)))
-        self._is_open = True
-        self._is_suspended = False
-        self._trouble = ""
+        self.availability.open()
         self._last_progress_s = time.monotonic()
         text = "the request fits nowhere without a CPU attention service that was lost"
         for sequence_id in lost:
@@ -190,14 +178,14 @@ class Engine:
 
     def suspend(self) -> None:
         """One epoch is over and the next is being opened: requests wait, and waiting is no stall."""
-        self._is_suspended = True
+        self.availability.is_suspended = True
 
     def lose_executor(self, running: Collection[int], is_certain: bool) -> None:
         """There is no executor: requests in hand wait for `open`, or for `close`, and new ones are refused.
 
         `running`: sequences that it was computing. Not certain: something else may have brought it down.
         """
-        self._is_open = False
+        self.availability.close()
         self.counters.executor_losses += 1
         self.changed.set()
         self.note_failure(running, is_certain)
@@ -211,18 +199,9 @@ class Engine:
             logger.error("request %s ends: the executor fails at it", generation.request.request_id)
             self._fail(generation, refusals.not_computed_again(verdict))
 
-    def explain(self, trouble: str) -> bool:
-        """Why the executor can't serve, for who asks meanwhile; empty where it merely isn't there. Whether it is news.
-
-        Holds until `open`.
-        """
-        is_news = trouble != self._trouble
-        self._trouble = trouble
-        return is_news
-
     def close(self, error: ServiceError) -> None:
         """No executor: every request fails, and new ones are refused until `open`."""
-        self._is_open = False
+        self.availability.close()
         self.changed.set()
         self.fail_all(error)
 
@@ -294,14 +273,14 @@ class Engine:
 
     def drain(self) -> None:
         """Accepts nothing more; `idle` tells when the requests in hand have ended."""
-        self._draining = True
+        self.availability.is_draining = True
         self.changed.set()
 
     # --- what health and load balancers ask
 
     @property
     def is_draining(self) -> bool:
-        return self._draining
+        return self.availability.is_draining
 
     @property
     def num_requests(self) -> int:
@@ -311,7 +290,7 @@ class Engine:
     @property
     def standing_s(self) -> float:
         """For how long there has been work and none of it got ahead; 0 where there is nothing to do."""
-        waits = self._is_open and not self._is_suspended and bool(self._by_request)
+        waits = self.availability.is_open and not self.availability.is_suspended and bool(self._by_request)
         return time.monotonic() - self._last_progress_s if waits else 0.0
 
     def is_alive(self) -> bool:
@@ -324,17 +303,13 @@ class Engine:
 
     def why_not_ready(self) -> str:
         """In words; empty where a request would be served now."""
-        if self._draining:
+        if self.availability.is_draining:
             return "the server is shutting down"
-        if self._scheduler is None or not self._is_open:
-            return self._what_is_awaited()
+        if not self.availability.is_open:
+            return self.availability.what_is_awaited
         if self.room_tokens <= 1:
             return "no CPU attention service is attached, and the GPU has no KV cache"
         return "" if self.is_alive() else f"no iteration has ended for {self._stalled_after_s:g} s"
-
-    def _what_is_awaited(self) -> str:
-        what = "the model is being loaded" if self._capacity is None else "the executor was lost and is awaited"
-        return f"{what}: {self._trouble}" if self._trouble else what
 
     def load(self) -> Load:
         scheduler, capacity = self._scheduler, self._capacity

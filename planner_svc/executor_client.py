@@ -1,5 +1,6 @@
 """The planner's end of the inner services: epochs, plans and results with gpu_svc, a look at each cpu_attn_svc."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 
@@ -259,12 +260,32 @@ class PlanStream:
 
     def __init__(self, call: "grpc.aio.StreamStreamCall[executor_pb2.ExecuteRequest, executor_pb2.ExecuteResponse]"):
         self._call = call
+        self._is_connected = False
 
     async def send(self, plan: IterationPlan) -> None:
+        """Raises ExecutorLostError."""
         try:
+            if not self._is_connected:
+                await self._connect()
             await self._call.write(executor_pb2.ExecuteRequest(plan=wire.plan_to_message(plan)))
         except grpc.aio.AioRpcError as error:
             raise _lost(error) from error
+        except asyncio.InvalidStateError as error:  # The call ended, and who reads it has not heard yet.
+            raise ExecutorLostError("the stream of plans has ended") from error
+
+    async def _connect(self) -> None:
+        """gRPC's own wait for a call's connection, and its first write, never end where the call fails before it."""
+        connected = asyncio.ensure_future(self._call.wait_for_connection())
+        ended = asyncio.ensure_future(self._call.code())
+        try:
+            await asyncio.wait({connected, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if not connected.done():
+                raise ExecutorLostError(f"{(await ended).name}: {await self._call.details()}")
+            await connected
+            self._is_connected = True
+        finally:
+            connected.cancel()
+            ended.cancel()
 
     async def results(self) -> AsyncIterator[IterationResult]:
         """Never ends but by ExecutorLostError."""

@@ -91,6 +91,8 @@ class ExecutorLoop:
         """While requests wait for a lost executor."""
         self._retry_s = _RECONNECT_S
         """Until the executor is to be tried again."""
+        self._is_wary = False
+        """The executor was lost while grammars were made ready."""
 
     @property
     def placement(self) -> Placement | None:
@@ -114,6 +116,7 @@ class ExecutorLoop:
         try:
             await self._epochs.connect(hosts_too=self._engine.has_requests)
             await self._epochs.open_first()
+            await self._make_grammars_ready()
             self._hand_over()
             while (end := await self._drive()) is not EpochEnd.EXECUTOR_STOPS:
                 await self._next_epoch(end)
@@ -125,10 +128,23 @@ class ExecutorLoop:
             self._retry_s = _RETRY_S
             self._engine.abandon(unavailable("ENGINE_FAILED", "the engine failed and is restarting", _RETRY_S))
 
+    async def _make_grammars_ready(self) -> None:
+        """Those of requests in hand, so that no iteration waits for them. Raises ExecutorLostError.
+
+        Where the executor is lost at that, the next one is spared: then it shows in an iteration who is to blame.
+        """
+        if self._is_wary:
+            self._is_wary = False
+            return
+        for grammar in self._engine.grammars:
+            self._is_wary = True
+            await self._executor.compile_grammar(grammar)  # What it says of one, its sequence will be told.
+        self._is_wary = False
+
     def _await_executor(self, error: ExecutorLostError) -> None:
         """Requests wait for it to come back, which is tried again and again."""
         is_refusal = isinstance(error, EpochRefusedError)
-        if self._engine.is_open:
+        if self._engine.availability.is_open:
             logger.error("executor lost: %s", error)
             is_certain = not self._executor.was_compiling
             self._engine.lose_executor(self._running_ids(self._in_flight), is_certain)
@@ -138,7 +154,7 @@ class ExecutorLoop:
                 self._give_up()
         self._retry_s = min(max(_RETRY_S, 2 * self._retry_s), _MAX_RETRY_S) if is_refusal else _RECONNECT_S
         # Said once, however often it is tried.
-        if self._engine.explain(str(error) if is_refusal else "") and is_refusal:
+        if self._engine.availability.explain(str(error) if is_refusal else "") and is_refusal:
             logger.warning("not ready: %s", error)
 
     def _give_up(self) -> None:

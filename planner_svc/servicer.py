@@ -115,7 +115,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:
         placement = self._placement()
         if placement is None:
-            raise self._engine.not_open()
+            raise self._engine.availability.closed()
         spec = self._model.spec
         return pb.GetModelInfoResponse(
             name=self._model.name,

@@ -76,6 +76,7 @@ async def test_epochs_say_what_the_planner_keeps_to_and_grow_over_restarts(start
     assert opened.profile
     # A planner with a slower clock: FakeExecutor complains of an epoch that does not follow.
     opened.epoch += 10**18
+    rig.executor._epoch = opened.epoch
     await rig.server.stop(0)
     await rig.executor.disconnect()
     await start_rig(rig.executor)

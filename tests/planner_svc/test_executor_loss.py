@@ -73,7 +73,7 @@ async def test_streams_go_on_when_the_executor_is_back(restarts: bool, start_rig
     rig = await start_rig(slow())
     streams, got = await begin(rig)
     await (rig.executor.kill() if restarts else rig.executor.disconnect())
-    await rig.until(lambda: not rig.server._engine.is_open)
+    await rig.until(lambda: not rig.server._engine.availability.is_open)
     load = await rig.load()
     assert (load.waiting_requests, load.running_requests, load.gpu_blocks_used) == (len(TEXTS), 0, 0)
     assert await why_not_ready(rig) == "the executor was lost and is awaited"
@@ -96,7 +96,7 @@ async def test_while_the_executor_is_away_new_requests_are_refused(start_rig: St
     rig = await start_rig(slow(), max_waiting_requests=3)
     streams, got = await begin(rig)
     await rig.executor.kill()
-    await rig.until(lambda: not rig.server._engine.is_open)
+    await rig.until(lambda: not rig.server._engine.availability.is_open)
     assert not await rig.is_serving()
     assert await rig.is_serving("liveness")
     for code, reason, error in await asyncio.gather(*(refused(rig.stub.Generate(request())) for _ in range(40))):
@@ -141,7 +141,7 @@ async def test_what_ends_requests_ends_them_while_they_wait(start_rig: StartRig)
     for stream in (past_deadline, timed_out, aborted, left):
         await first_delta(stream)
     await rig.executor.kill()
-    await rig.until(lambda: not rig.server._engine.is_open)
+    await rig.until(lambda: not rig.server._engine.availability.is_open)
     left.cancel()
     answer = await rig.stub.Abort(pb.AbortRequest(request_ids=["mine"]))
     assert list(answer.aborted_request_ids) == ["mine"]
@@ -286,7 +286,7 @@ async def test_both_workers_are_lost_together(order: str, start_rig: StartRig) -
     assert rig.host is not None
     for dies in (rig.executor, rig.host) if order == "executor first" else (rig.host, rig.executor):
         await dies.kill()
-    await rig.until(lambda: not rig.server._engine.is_open)
+    await rig.until(lambda: not rig.server._engine.availability.is_open)
     await rig.executor.start()
     await asyncio.sleep(1.5)
     await rig.host.start()
@@ -306,7 +306,7 @@ async def test_lost_while_an_epoch_is_opened(start_rig: StartRig) -> None:
         await rig.until(lambda num=num_epochs: rig.executor.num_opening > num)
         await rig.executor.kill()
         await rig.executor.start()
-        await rig.until(lambda: rig.server._engine.is_open)
+        await rig.until(lambda: rig.server._engine.availability.is_open)
     for text, tokens, rest in zip(TEXTS, got, await asyncio.gather(*map(collect, streams)), strict=True):
         assert tokens + tokens_of(rest) == answer_of(rig, text, 40)
     assert (await counters(rig)).executor_losses == 2
@@ -373,11 +373,27 @@ async def test_a_request_whose_logits_are_no_numbers_ends_alone(start_rig: Start
     assert answer.usage.cached_tokens == 0
 
 
+async def test_constraints_in_hand_are_made_ready_before_the_first_iteration(start_rig: StartRig) -> None:
+    rig = await start_rig(slow())
+    message = request("the", max_tokens=40)
+    message.constraint.regex = "[ab]*"
+    stream = rig.stub.GenerateStream(streaming(message))
+    got = list((await first_delta(stream)).token_ids)
+    await rig.executor.kill()
+    await rig.until(lambda: not rig.server._engine.availability.is_open)
+    num_plans = len(rig.executor.plans)
+    await rig.executor.start()
+    await rig.until(lambda: len(rig.executor.grammars) == 2)
+    assert len(rig.executor.plans) == num_plans
+    assert rig.executor.grammars[0] == rig.executor.grammars[1]
+    assert got + tokens_of(await collect(stream)) == answer_of(rig, "the", 40)
+
+
 async def test_waiting_for_the_executor_is_no_stall(start_rig: StartRig) -> None:
     rig = await start_rig(slow(), watchdog_s=0.2)
     streams, _ = await begin(rig)
     await rig.executor.kill()
-    await rig.until(lambda: not rig.server._engine.is_open)
+    await rig.until(lambda: not rig.server._engine.availability.is_open)
     await asyncio.sleep(0.4)
     assert rig.server._engine.is_alive()
     for stream in streams:
