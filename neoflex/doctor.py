@@ -145,7 +145,7 @@ def _weight_bytes(config: Config) -> int:
         spec = read_spec(resolve(config.model.source))
     except (ModelNotFoundError, UnsupportedModelError):
         return 0
-    return min(round(spec.weight_bytes(1) * _DTYPE_BYTES[config.gpu.dtype]), config.gpu.memory_bytes or sys.maxsize)
+    return min(round(spec.num_parameters * _DTYPE_BYTES[config.gpu.dtype]), config.gpu.memory_bytes or sys.maxsize)
 
 
 def _host_bytes(config: Config) -> int:

@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.certificates import Authority
@@ -33,6 +34,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(doctor, "usable_cores", lambda: 4)
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     monkeypatch.setattr(doctor, "usable_memory_bytes", lambda: 16 * 2**30)
+    monkeypatch.setattr(doctor, "read_spec", lambda files: SimpleNamespace(num_parameters=134_515_008))
     return tmp_path
 
 
