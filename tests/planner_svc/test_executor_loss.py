@@ -305,6 +305,7 @@ async def test_lost_while_an_epoch_is_opened(start_rig: StartRig) -> None:
         rig.server._loop.change_policy(policy)
         await rig.until(lambda num=num_epochs: rig.executor.num_opening > num)
         await rig.executor.kill()
+        await rig.until(lambda: not rig.server._engine.availability.is_open)
         await rig.executor.start()
         await rig.until(lambda: rig.server._engine.availability.is_open)
     for text, tokens, rest in zip(TEXTS, got, await asyncio.gather(*map(collect, streams)), strict=True):

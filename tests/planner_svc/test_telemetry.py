@@ -117,13 +117,13 @@ async def test_waiting_requests_by_reason_and_by_class(start_rig: StartRig) -> N
 
 async def test_a_failed_request_s_span(start_rig: StartRig, receiver: OtlpReceiver) -> None:
     telemetry = telemetry_to(receiver)
-    executor = FakeExecutor()
+    executor = FakeExecutor(not_finite=lambda prompt, num: num == 1)
     rig = await start_rig(executor, telemetry=telemetry)
     metadata = (("traceparent", PARENT),)
-    executor.fail_next = (executor_pb2.EXECUTION_ERROR_DEVICE, "broken")
+    executor.fail_next = (executor_pb2.EXECUTION_ERROR_DEVICE, "broken")  # Computed again.
     code, reason, _ = await refused(rig.stub.Generate(request(), metadata=metadata))
-    assert (code, reason) == (grpc.StatusCode.UNAVAILABLE, "EXECUTION_FAILED")
-    await rig.until_ready()
+    assert (code, reason) == (grpc.StatusCode.INTERNAL, "NON_FINITE_LOGITS")
+    executor.not_finite = lambda prompt, num: False
     await refused(rig.stub.Generate(pb.GenerateRequest(), metadata=metadata))
     await rig.stub.Generate(request(), metadata=(("traceparent", PARENT[:-1] + "0"),))
     assert reading(telemetry, "neoflex_failed_iterations_total", reason="device") == 1
@@ -131,11 +131,11 @@ async def test_a_failed_request_s_span(start_rig: StartRig, receiver: OtlpReceiv
     assert reading(telemetry, "neoflex_calibration", part="weights") == 1
     spans = await spans_of(receiver, telemetry)
     failed, turned_away = [span for span in spans if span.name == "text_completion tiny"]
-    assert (failed.attributes["error.type"], failed.is_error) == ("EXECUTION_FAILED", True)
+    assert (failed.attributes["error.type"], failed.is_error) == ("NON_FINITE_LOGITS", True)
     assert (turned_away.attributes["error.type"], turned_away.is_error) == ("INVALID_ARGUMENT", True)
     assert {failed.trace_id, turned_away.trace_id} == {TRACE}
     iterations = [span for span in spans if span.name == "iteration"]
-    assert {span.attributes.get("error.type") for span in iterations} == {"device", "failed"}
+    assert {span.attributes.get("error.type") for span in iterations} == {"device", "failed", None}
     assert {span.links for span in iterations} == {((TRACE, failed.span_id),)}
 
 

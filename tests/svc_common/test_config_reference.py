@@ -30,8 +30,9 @@ def schema_sections() -> dict[str, dict[str, Any]]:
 
     def target(part: dict[str, Any]) -> dict[str, Any] | None:
         if "$ref" in part:
-            properties: dict[str, Any] = schema["$defs"][part["$ref"].rpartition("/")[2]]["properties"]
-            return properties
+            section = schema["$defs"][part["$ref"].rpartition("/")[2]]
+            required = section.get("required", ())
+            return {key: inner | {"is_required": key in required} for key, inner in section["properties"].items()}
         inner = [target(item) for item in part.get("anyOf", []) + part.get("allOf", []) if item != {"type": "null"}]
         return next((item for item in inner if item), None)
 
@@ -71,7 +72,10 @@ def test_a_row_says_what_the_schema_says(section: str, key: str) -> None:
     kind, default, description = rows()[section][key]
     part = schema_sections()[section][key]
     assert description.strip(), "each key has a docstring"
-    assert default == "" if part.get("default") is None else read_default(default) == part["default"]
+    if part.get("default") is None:
+        assert default == ("must be set" if part.get("is_required") else "")
+    else:
+        assert read_default(default) == part["default"]
     options = next((item for item in part.get("anyOf", []) if item != {"type": "null"}), part)
     if "enum" in options:
         assert re.findall(r'"(\w+)"', kind) == options["enum"]
