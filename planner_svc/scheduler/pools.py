@@ -57,10 +57,15 @@ class HostPools:
         ]
         return self._soonest(sequence, num_blocks, states, has_room)
 
-    def has_room(self, sequence: Sequence, num_blocks: int) -> bool:
+    def free(self) -> list[int]:
+        """Blocks to be had in this plan, by pool."""
+        return [self._residency.free_in(pool) for pool in self._numbers]
+
+    def has_room(self, sequence: Sequence, num_blocks: int, free: list[int]) -> bool:
         """Whether one that leaves the GPU finds so many blocks. Asked for every sequence there: it costs little."""
-        residency = self._residency
-        return any(num_blocks <= residency.free_in(pool) and self._suits(sequence, pool) for pool in self._numbers)
+        if len(free) == 1:
+            return num_blocks <= free[0]
+        return any([num_blocks <= num_free and self._suits(sequence, pool) for pool, num_free in enumerate(free)])
 
     def for_resident(self, sequence: Sequence, num_blocks: int) -> int | None:
         """Where one that leaves the GPU finds so many blocks."""

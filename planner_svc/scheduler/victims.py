@@ -36,7 +36,8 @@ class Victims:
                 there = [item for item in residents if item.tier is Tier.GPU]
             else:
                 there = [item for item in residents if item.tier is Tier.HOST and item.pool == pool]
-            self._ranked[pool] = [self._rank(item) for item in there]
+            free = self._pools.free()
+            self._ranked[pool] = [self._rank(item, free) for item in there]
             heapify(self._ranked[pool])
         ranked, taken = self._ranked[pool], list[Ranked]()
         while num_blocks > 0 and ranked:
@@ -63,23 +64,25 @@ class Victims:
     def arrive_on_host(self, sequence: Sequence) -> None:
         """It was moved there in this plan, and may yet have to leave it."""
         if sequence.pool in self._ranked:
-            heappush(self._ranked[sequence.pool], self._rank(sequence))
+            heappush(self._ranked[sequence.pool], self._rank(sequence, self._pools.free()))
 
     def refuge(self, sequence: Sequence) -> int | None:
         """The host pool it moves to: where that is possible, and no dearer than computing it again; else None."""
-        return self._pools.for_resident(sequence, len(sequence.blocks)) if self._swaps(sequence) else None
+        swaps = self._swaps(sequence, self._pools.free())
+        return self._pools.for_resident(sequence, len(sequence.blocks)) if swaps else None
 
-    def _swaps(self, sequence: Sequence) -> bool:
+    def _swaps(self, sequence: Sequence, free: list[int]) -> bool:
         if sequence.tier is not Tier.GPU or self._residency.has_moved(sequence):
             return False
         num_blocks = len(sequence.blocks)
-        if not self._pools.has_room(sequence, num_blocks):
+        if not self._pools.has_room(sequence, num_blocks, free):
             return False
         return num_blocks * self._costs.swap_block_s <= self._costs.recompute_s(sequence)
 
-    def _rank(self, sequence: Sequence) -> Ranked:
+    def _rank(self, sequence: Sequence, free: list[int]) -> Ranked:
+        """`free`: blocks to be had in the host's pools."""
         recompute_s = self._costs.recompute_s(sequence) / len(sequence.blocks)
-        cost_s = self._costs.swap_block_s if self._swaps(sequence) else recompute_s
+        cost_s = self._costs.swap_block_s if self._swaps(sequence, free) else recompute_s
         return (
             sequence.request.service_class.priority,
             not sequence.is_late,

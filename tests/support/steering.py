@@ -20,7 +20,8 @@ from planner_svc.__main__ import describe
 from planner_svc.server import PlannerServer
 from svc_common import config as configuration
 from svc_common.config import parse
-from svc_common.grpc_server import configure_logging, until_stop_signal
+from svc_common.grpc_server import StopSignal
+from svc_common.logs import configure_logging
 from svc_common.model.read_spec import read_spec
 from svc_common.model.store import resolve
 from svc_common.policy import ExecutionPolicy
@@ -98,15 +99,16 @@ async def _steer(server: PlannerServer, directory: Path) -> None:
 
 async def _serve(path: Path, directory: Path) -> None:
     config = configuration.load(path)
+    configure_logging("planner_svc", config.logging)
     files = resolve(config.model.source)
+    stop = StopSignal()
     server = PlannerServer(config, describe(config, files, read_spec(files)))
     await server.start()
     steering = asyncio.create_task(_steer(server, directory))
-    await until_stop_signal()
+    await stop.wait()
     steering.cancel()
     await server.stop(30)
 
 
 if __name__ == "__main__":
-    configure_logging("planner_svc")
     asyncio.run(_serve(Path(sys.argv[1]), Path(sys.argv[2])))
