@@ -65,7 +65,7 @@ class HostPools:
         """Whether one that leaves the GPU finds so many blocks. Asked for every sequence there: it costs little."""
         if len(free) == 1:
             return num_blocks <= free[0]
-        return any([num_blocks <= num_free and self._suits(sequence, pool) for pool, num_free in enumerate(free)])
+        return any(num_blocks <= num_free and self._suits(sequence, pool) for pool, num_free in enumerate(free))
 
     def for_resident(self, sequence: Sequence, num_blocks: int) -> int | None:
         """Where one that leaves the GPU finds so many blocks."""
