@@ -1,8 +1,9 @@
 """Predicted against measured time of each execution policy, on a device too small for the model.
 
 Device "cpu" plays a GPU whose memory holds a share of the layers, behind an emulated link. Under each policy a stack
-serves batches of equal prompts that are all computed in one iteration: they arrive while another request decodes, whose
-tokens tell when that iteration began. TTFT is its time, TPOT that of the iterations after it. One stack, with layers on
+serves batches of equal prompts that arrive together while another request decodes, whose tokens tell when the iteration
+began that computes the first of them. TTFT is from there to the last prompt's first token, TPOT that of the iterations
+after it. One stack, with layers on
 either processor, measures the operations; from its tables alone all is predicted, and which policy would be best.
 
     python benchmarks/policy_check.py [--policies NAME,...] [--batches 1,4,8] [--prompts 16,64,192] [--publish]
@@ -53,6 +54,8 @@ _SETTLED_TOKENS = 4
 """After which TPOT counts: the request that told when the prompts' iteration began has gone by then."""
 _WATCH_TOKENS = 400
 _MOST_TRIES = 10
+_KNEE_TOKENS = 512
+"""Of prompts, that an iteration takes at least where there are so many; the scheduler may find more of no use."""
 _FITTING = ("partition", "partition of both", "offloading", "CPU-only")
 _RESIDENT = "resident"
 """Needs more memory than there is, so it is no choice."""
@@ -168,8 +171,12 @@ class Tokens:
             await self._more.wait()
 
 
+def _ends(times: list[float]) -> tuple[float, float]:
+    return min(times), max(times)
+
+
 async def batch(address: str, mix: RequestMix, vocab_size: int, seed: int) -> tuple[float, float] | None:
-    """(TTFT, TPOT) of a batch; None where its prompts were not all computed in one iteration."""
+    """(TTFT, TPOT) of a batch; None where prompts went into different iterations that had room in one."""
     generator = random.Random(seed)
 
     def prompt(num_tokens: int) -> list[int]:
@@ -192,11 +199,12 @@ async def batch(address: str, mix: RequestMix, vocab_size: int, seed: int) -> tu
             await watched.until(len(watched.times) + 1)
             watch.cancel()
     first_s = [answer.times[0] for answer in answers]
-    # Of the watched request's tokens the one that came with them; the one before it came as their iteration began.
-    index = min(range(1, len(watched.times)), key=lambda i: abs(watched.times[i] - first_s[0]))
-    begin_s, end_s = watched.times[index - 1], watched.times[index]
-    if max(first_s) - min(first_s) > 0.3 * (end_s - begin_s) or abs(end_s - max(first_s)) > 0.3 * (end_s - begin_s):
+    # Of the watched request's tokens those that came with the first and the last of them; the one before came as the
+    # first one's iteration began.
+    first, last = (min(range(1, len(watched.times)), key=lambda i: abs(watched.times[i] - s)) for s in _ends(first_s))
+    if last - first >= -(-mix.prompt_tokens * mix.num_sequences // _KNEE_TOKENS):
         return None
+    begin_s = watched.times[first - 1]
     num_settled = mix.output_tokens - 1 - _SETTLED_TOKENS
     first_settled_s, last_s = (max(answer.times[at] for answer in answers) for at in (_SETTLED_TOKENS, -1))
     return max(first_s) - begin_s, (last_s - first_settled_s) / num_settled
@@ -212,7 +220,7 @@ def measured(address: str, name: str, mixes: list[RequestMix], vocab_size: int, 
             if len(runs) > rounds:
                 break
         else:
-            raise SystemExit(f"{name}: {mix} was hardly ever computed in one iteration")
+            raise SystemExit(f"{name}: {mix} hardly ever arrived within one iteration")
         yield Cell(name, mix, tuple(runs))
 
 
@@ -272,9 +280,10 @@ def main() -> None:
     about = (
         f"{args.model} in {_DTYPE} on device cpu with room for {setting.num_resident} of {setting.spec.num_layers} "
         f"layers, link {args.link / 1e9:g} GB/s, {_OUTPUT_TOKENS} tokens out, medians of {args.rounds} batches. "
-        "TTFT: the iteration that computes all prompts of the batch; TPOT: iterations after it. *resident* has room "
-        "for all layers, and is no choice. Calibrated: times a factor for each policy and phase, the median over the "
-        "first runs of all its cells, which count for nothing else."
+        "TTFT: from the start of the iteration that computes the first prompts, in most cells all of them, to the last "
+        "prompt's first token; TPOT: iterations after it. *resident* has room for all layers, and is no choice. "
+        "Calibrated: times a factor for each policy and phase, the median over the first runs of all its cells, which "
+        "count for nothing else."
     )
     policies = {name: policy for name, (_, policy) in setting.policies.items()}
     table = list(rows(kept.cells, Calibrated(kept.cells, policies, setting.estimator(kept.tables)), _FITTING))
