@@ -69,7 +69,7 @@ def resolve_sampling(options: pb.SamplingOptions, num_logprobs: int, num_prompt_
         top_k=options.top_k,
         top_p=options.top_p if options.HasField("top_p") else 1.0,
         min_p=options.min_p,
-        seed=options.seed if options.HasField("seed") else secrets.randbits(64),
+        seed=options.seed if options.HasField("seed") else secrets.randbits(63),
         num_logprobs=num_logprobs,
         presence_penalty=options.presence_penalty,
         frequency_penalty=options.frequency_penalty,

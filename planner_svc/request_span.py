@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from planner_svc.generation import Finished, GenerationRequest, Marks
 
 PROVIDER = "neoflex"
+_MAX_INT = 2**63 - 1
+"""OTLP knows no larger one; a caller's seed may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,7 @@ class RequestSpan:
                 "gen_ai.request.temperature": sampling.temperature,
                 "gen_ai.request.top_p": sampling.top_p,
                 "gen_ai.request.top_k": sampling.top_k,
-                "gen_ai.request.seed": sampling.seed,
+                "gen_ai.request.seed": sampling.seed if sampling.seed <= _MAX_INT else str(sampling.seed),
                 "gen_ai.request.presence_penalty": sampling.presence_penalty,
                 "gen_ai.request.frequency_penalty": sampling.frequency_penalty,
                 "gen_ai.request.stop_sequences": list(request.stops),

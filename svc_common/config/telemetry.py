@@ -8,8 +8,9 @@ from pydantic import AfterValidator, Field, model_validator
 
 from svc_common.config.types import MAX_PORT, Section, checked_address
 
-_ENDPOINT = re.compile(r"https?://(?:[^:/\[\]]+|\[[0-9a-fA-F:.]+\]):(\d+)/?")
-_HEADER = re.compile(r"[0-9a-z_-]+")
+_ENDPOINT = re.compile(r"https?://(?:[^:/\[\]\s@]+|\[[0-9a-fA-F:.]+\]):(\d+)/?")
+_HEADER = re.compile(r"[0-9a-z_-]+(?<!-bin)")
+_HEADER_TEXT = re.compile(r"[ -~]*")
 
 
 def _checked_endpoint(endpoint: str) -> str:
@@ -20,9 +21,11 @@ def _checked_endpoint(endpoint: str) -> str:
 
 
 def _checked_headers(headers: dict[str, str]) -> dict[str, str]:
-    for name in headers:
+    for name, text in headers.items():
         if not _HEADER.fullmatch(name):
-            raise ValueError(f"a header's name must be of lower-case letters, digits, - and _, is {name!r}")
+            raise ValueError(f"a header's name must be of lower-case letters, digits, - and _, not -bin, is {name!r}")
+        if not _HEADER_TEXT.fullmatch(text):  # The text itself may be a key.
+            raise ValueError(f"{name}: a header's text must be of printable ASCII characters")
     return headers
 
 

@@ -175,6 +175,25 @@ async def test_content_only_where_it_is_asked_for(start_rig: StartRig, receiver:
             assert answer.text not in json.dumps(span.attributes)
 
 
+@pytest.mark.parametrize(("seed", "told"), [(0, 0), (2**63 - 1, 2**63 - 1), (2**63, str(2**63)), (None, int)])
+async def test_each_seed_is_in_its_span(
+    start_rig: StartRig, receiver: OtlpReceiver, caplog: pytest.LogCaptureFixture, seed: int | None, told: object
+) -> None:
+    telemetry = telemetry_to(receiver)
+    rig = await start_rig(telemetry=telemetry)
+    message = request(max_tokens=1)
+    message.sampling.ClearField("seed")
+    if seed is not None:
+        message.sampling.seed = seed
+    num_requests = 20 if seed is None else 1  # Half of all 64-bit seeds are too large for OTLP.
+    for _ in range(num_requests):
+        await rig.stub.Generate(message)
+    spans = [span for span in await spans_of(receiver, telemetry) if span.name == "text_completion tiny"]
+    seeds = [span.attributes["gen_ai.request.seed"] for span in spans]
+    assert [type(found) if told is int else found for found in seeds] == [told] * num_requests
+    assert "Failed to encode" not in caplog.text
+
+
 async def test_an_iteration_is_traced_each_so_many_seconds(start_rig: StartRig) -> None:
     executor = FakeExecutor()
     rig = await start_rig(executor, telemetry=telemetry_to(None, layer_sample_s=3600))

@@ -42,7 +42,10 @@ def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"otlp_endpoint": "collector:4317"}, 'telemetry.otlp_endpoint: must be "http://host:port"'),
         ({"otlp_endpoint": "http://collector:70000"}, "telemetry.otlp_endpoint: must be"),
+        ({"otlp_endpoint": "http://a collector:4317"}, "telemetry.otlp_endpoint: must be"),
         ({"headers": {"X-Key": "k"}}, "telemetry.headers: a header's name"),
+        ({"headers": {"key-bin": "k"}}, "telemetry.headers: a header's name"),  # gRPC wants bytes there.
+        ({"headers": {"key": "k\n"}}, "telemetry.headers: key: a header's text must be of printable ASCII"),
         ({"client_key": "key.pem"}, "telemetry: client_certificate and client_key must both be set"),
         ({"otlp_endpoint": "http://c:4317", "certificate": "ca.pem"}, "certificates are for an https:// endpoint"),
         ({"traces_sample_ratio": 1.5}, "telemetry.traces_sample_ratio: must be less than or equal to 1"),
