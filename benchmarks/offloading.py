@@ -41,6 +41,8 @@ from svc_common.model.store import ModelFiles, resolve
 from svc_common.model.tokenizer import load_tokenizer
 
 _KV_BYTES = 64 * 2**20
+_LIMITS: dict[str, object] = {"max_sequence_tokens": 512, "max_batch_tokens": 512, "max_running_sequences": 16}
+"""Few points to measure at the start."""
 _LEAST = 1.0
 Generate = Callable[[list[list[int]], int], list[list[int]]]
 """Tokens that follow each prompt, so many."""
@@ -110,7 +112,7 @@ def configs(files: ModelFiles, spec: ModelSpec, num_resident: int, num_cores: in
         values: dict[str, object] = {
             "model": {"source": str(files.gguf or files.directory)},
             "kv": {"prefix_cache": False},
-            "planner": {"listen": "127.0.0.1:0", "mode": "gpu_only", "max_sequence_tokens": 512, **planner},
+            "planner": {"listen": "127.0.0.1:0", "mode": "gpu_only", **_LIMITS, **planner},
             "gpu": {
                 "device": "cpu",
                 "dtype": "fp32",
