@@ -79,16 +79,16 @@ def _read(path: Path) -> object:
 
 
 async def _steer(server: PlannerServer, directory: Path) -> None:
-    loop = server._loop
+    loop, epochs = server._loop, server._loop._epochs
     wanted: object = None
     runs: object = None
     while True:
         await asyncio.sleep(_POLL_S)
         if loop.placement is None or not server._engine.is_ready():
             continue
-        if loop._tables.of_both is None:
+        if epochs._tables.of_both is None:
             # Of operations on both processors: what PolicyKeeper measures at the start where not all layers fit.
-            loop._tables.of_both = loop._tables.tables(loop._policy)
+            epochs._tables.of_both = epochs._tables.tables(epochs.policy)
         now = list(astuple(loop.placement.policy)) if loop.placement.policy else None
         if now != runs:
             _write(directory / "runs.json", runs := now)
