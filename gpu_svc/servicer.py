@@ -91,7 +91,8 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
     @property
     def _running(self) -> tuple[IterationPlan, float] | None:
         """The plan that runs and since when, by time.monotonic()."""
-        return next((runner.running for runner in self._runners if runner.running), None)
+        # The watchdog asks from a thread of its own, while streams begin and end: a set may not change meanwhile.
+        return next((running for runner in tuple(self._runners) if (running := runner.running)), None)
 
     @property
     def running_s(self) -> float:

@@ -320,7 +320,7 @@ class ExecutorLoop:
         if self._engine.is_draining:
             return
         policy = await asyncio.to_thread(self._policies.consider, self._engine.demand, time.monotonic())
-        if policy is not None and self._epochs.number == epoch:
+        if policy is not None and self._epochs.number == epoch and not self._engine.is_draining:
             self.change_policy(policy)
 
     def _compare(self, pool: int, status: HostStatus | None) -> None:

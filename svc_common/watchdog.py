@@ -81,13 +81,17 @@ class Watchdog:
             try:
                 if not (wake := self._wakes.get(timeout=every_s)):
                     return
-                self._dump(f"{wake} asks", logging.WARNING)
             except queue.Empty:
-                pass
+                wake = ""
             try:
+                if wake:
+                    self._dump(f"{wake} asks", logging.WARNING)
                 self._look()
-            except RuntimeError:  # The loop was closed without a word.
-                return
+            except Exception:
+                assert self._loop is not None
+                if self._loop.is_closed():  # Without a word.
+                    return
+                logger.exception("the watchdog can't look")
 
     def _look(self) -> None:
         assert self._loop is not None

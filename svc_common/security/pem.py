@@ -17,6 +17,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 from svc_common.config import ConfigError
 
 _LABEL = re.compile(rb"-----BEGIN ([A-Z0-9 ]+)-----")
+_MAX_BYTES = 4 << 20
+"""Ten times what a system trusts in all; a wrong path, /dev/zero say, is not to fill the memory."""
 _USES = {"server": ExtendedKeyUsageOID.SERVER_AUTH, "client": ExtendedKeyUsageOID.CLIENT_AUTH}
 
 
@@ -66,9 +68,13 @@ def read_identity(files: PemFiles, now: datetime | None = None) -> Identity:
 
 def _bytes(name: str, path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        with path.open("rb") as file:
+            content = file.read(_MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"{name}: {path}: {error.strerror}") from error
+    if len(content) > _MAX_BYTES:
+        raise ConfigError(f"{name}: {path}: is larger than {_MAX_BYTES >> 20} MiB, too large for a PEM file")
+    return content
 
 
 def _certificates(name: str, path: Path) -> tuple[bytes, list[x509.Certificate]]:

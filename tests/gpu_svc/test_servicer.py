@@ -371,6 +371,22 @@ async def test_while_the_model_is_loaded_all_is_unavailable() -> None:
         await server.stop(0)
 
 
+def test_streams_may_begin_while_the_watchdog_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ThreadPoolExecutor(1) as thread:
+        servicer = ExecutorServicer(None, thread, ())
+        runners: set[object] = set()
+
+        class Runner:
+            @property
+            def running(self) -> None:
+                runners.add(Runner())  # As the event loop's thread may at any moment.
+
+        runners.add(Runner())
+        monkeypatch.setattr(servicer, "_runners", runners)
+        assert servicer.stall(1.0) is None
+        assert servicer.running_s == 0
+
+
 async def test_it_is_released_when_the_planner_lets_go(checkpoint: GetFiles) -> None:
     async with serving(checkpoint("llama")) as (stub, servicer):
         await servicer.released(0)  # Nobody holds it.

@@ -303,6 +303,24 @@ async def test_a_change_of_policy_amid_answers(start_rig: StartRig) -> None:
     assert len(rig.executor.epochs) == 4
 
 
+async def test_no_policy_is_chosen_any_more_while_it_drains(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A search that had begun before may take a second: what it finds would have all answers computed again."""
+    rig = await start_rig(two_tiers(), FakeHost())
+    engine, executor_loop, event_loop = rig.server._engine, rig.server._loop, asyncio.get_running_loop()
+
+    class Policies:
+        def consider(self, demand: object, now_s: float) -> ExecutionPolicy:
+            event_loop.call_soon_threadsafe(engine.drain)
+            return ExecutionPolicy(resident_layers=1, prefill_cpu_layers=1, decode_cpu_layers=1)
+
+    monkeypatch.setattr(executor_loop, "_policies", Policies())
+    await executor_loop._consider_policy(executor_loop._epochs.number)
+    assert engine.is_draining
+    assert executor_loop._epochs.policy is None
+
+
 async def test_cpu_layers_go_with_the_cpu_attention_service(start_rig: StartRig) -> None:
     """The executor then computes them itself; what that takes is measured when it first happens."""
     executor, host = FakeExecutor(host_blocks=100, iteration_s=0.02), FakeHost()

@@ -52,6 +52,15 @@ def test_a_file_that_is_missing_or_none(name: str, issued: Issued) -> None:
     assert complaint(issued) == f"tls.{name}: {path}: No such file or directory"
 
 
+@pytest.mark.parametrize("name", ["certificate", "key", "ca"])
+def test_a_file_that_is_far_too_large(name: str, issued: Issued) -> None:
+    """Such as /dev/zero, which never ends."""
+    path: Path = getattr(issued, name)
+    with path.open("r+b") as file:
+        file.truncate(5 << 20)
+    assert complaint(issued) == f"tls.{name}: {path}: is larger than 4 MiB, too large for a PEM file"
+
+
 def test_files_that_were_mixed_up(issued: Issued) -> None:
     mixed = Issued(issued.key, issued.key, issued.ca)
     assert complaint(mixed).startswith(f"tls.certificate: {issued.key}: holds no certificate in PEM, but ")

@@ -150,6 +150,23 @@ async def test_a_directory_that_is_not_there_costs_the_file_alone(
     dog.stop()
 
 
+async def test_a_look_that_fails_is_not_the_last(
+    watched: Watched, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> str | None:
+        raise RuntimeError("Set changed size during iteration")
+
+    monkeypatch.setattr(watched, "stall", fail)
+    dog = watchdog(watched, None)
+    dog.start()
+    await until_logged(caplog, "the watchdog can't look")
+    monkeypatch.undo()
+    monkeypatch.setattr("svc_common.watchdog._LOOK_EVERY_S", 0.02)
+    watched.reason = "nothing moves"
+    await until_logged(caplog, "nothing moves; state:")
+    dog.stop()
+
+
 async def test_a_report_that_fails_leaves_the_stacks(watched: Watched, caplog: pytest.LogCaptureFixture) -> None:
     def broken() -> str:
         raise KeyError("what is not there")
