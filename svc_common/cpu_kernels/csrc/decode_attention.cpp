@@ -32,10 +32,10 @@ void check_decodes(const DecodeBatch& batch, const Shape& shape, std::int32_t nu
     for (std::int32_t s = 0; s < batch.num_sequences; ++s) {
         const std::int32_t context = batch.context_tokens[s];
         const std::int32_t needed = context < 1 ? 0 : (context - 1) / shape.block_tokens + 1;
-        require(needed >= 1 && needed <= batch.stride && needed <= num_blocks,
+        // A table may name a block twice: measurements of long contexts need no pool as large.
+        require(needed >= 1 && needed <= batch.stride,
                 "sequence " + std::to_string(s) + ": context of " + std::to_string(context) +
-                    " tokens beside a table of " + std::to_string(batch.stride) + " blocks, of " +
-                    std::to_string(num_blocks) + " in all");
+                    " tokens beside a table of " + std::to_string(batch.stride) + " blocks");
         const std::int32_t* blocks = batch.block_tables + static_cast<std::size_t>(s) * batch.stride;
         for (std::int32_t b = 0; b < needed; ++b)
             require(blocks[b] >= 0 && blocks[b] < num_blocks,
