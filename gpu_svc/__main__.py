@@ -227,7 +227,13 @@ async def _serve(config: Config, telemetry: Telemetry, door: Door, tls: TlsFiles
             await watch.publish_now()
             await servicer.released(config.worker_drain_s)
             await server.stop(_GRACE_S)
-            thread.submit(executor.close).result()
+            closing = asyncio.get_running_loop().run_in_executor(thread, executor.close)
+            await asyncio.wait([closing], timeout=_GRACE_S)
+            if not closing.done():
+                logger.info("stopped in the middle of an iteration or a measurement")
+                telemetry.close()
+                os._exit(0)  # Nothing else ends that thread, and nobody is there for what it yields.
+            await closing
         finally:
             watchdog.stop()
             publishing.cancel()

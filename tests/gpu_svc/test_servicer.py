@@ -469,6 +469,35 @@ async def test_the_process_starts_says_what_it_has_and_ends_on_sigterm(checkpoin
     assert f"weights {status.weight_bytes} bytes; GPU KV {opened.gpu_blocks} blocks".encode() in log
 
 
+async def test_the_process_does_not_wait_for_the_end_of_a_measurement(checkpoint: GetFiles, tmp_path: Path) -> None:
+    """Of a large model that takes minutes, in which whoever stops the process loses patience."""
+    path = checkpoint("llama").directory
+    config = write_config(tmp_path / "c.toml", path, listen=f"unix:{tmp_path}/g", device="cpu", kv_bytes="1MiB")
+    program = (
+        "import time; from gpu_svc.executor import Executor; from gpu_svc.__main__ import main\n"
+        "Executor.profile = lambda self: print('measuring', flush=True) or time.sleep(600)\n"
+        "main()"
+    )
+    command = [sys.executable, "-c", program, "--config", str(config)]
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
+    async with grpc.aio.insecure_channel(f"unix:{tmp_path}/g") as channel:
+        request = health_pb2.HealthCheckRequest(service="neoflex.v1.ExecutorService")
+        health = health_pb2_grpc.HealthStub(channel)
+        async for _ in until_serving(health.Watch(request, wait_for_ready=True, timeout=60)):
+            pass
+        message = open_epoch(1, profile=True)
+        opening = asyncio.create_task(executor_pb2_grpc.ExecutorServiceStub(channel).OpenEpoch(message).code())
+        assert process.stdout is not None
+        assert await process.stdout.readline() == b"measuring\n"
+        process.send_signal(signal.SIGTERM)
+        _, log = await process.communicate()
+        await opening
+    assert process.returncode == 0
+    assert b"stopped in the middle of" in log
+    assert b"Traceback" not in log
+
+
 @pytest.mark.parametrize(
     ("source", "options", "message"),
     [
