@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from neoflex.placement import shared_address
 from svc_common.cgroups import limiting_directories
 from svc_common.config import Config, ConfigError, GatewayConfig, PlannerConfig
 from svc_common.cores import usable_cores
@@ -213,17 +214,9 @@ def _governor(config: Config, root: Path) -> Iterator[Finding]:
 
 def _addresses(config: Config, root: Path) -> Iterator[Finding]:
     """Of the services that this configuration starts."""
-    named = {"planner.listen": config.planner.listen, "gpu.listen": config.gpu.listen}
-    for index, service in enumerate(config.cpu_attn):
-        named[f"{config.cpu_attn_key(index)}.listen"] = service.listen
-    if config.gateway:
-        named["gateway.listen"] = config.gateway.listen
-    fixed = {key: address for key, address in named.items() if not address.endswith(":0")}
-    for key, address in fixed.items():
-        first = next(other for other, taken in fixed.items() if taken == address)
-        if first != key:
-            yield Finding(Level.PROBLEM, "addresses", address, f"{first} and {key} are the same: each needs its own")
-            return
+    if complaint := shared_address(config):
+        yield Finding(Level.PROBLEM, "addresses", "not all different", complaint)
+        return
     yield Finding(Level.OK, "addresses", "all different")
 
 

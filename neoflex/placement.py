@@ -29,6 +29,29 @@ def socket_fits(config: Config, directory: Path) -> bool:
     return len(os.fsencode(directory / last)) <= _MAX_SOCKET_PATH_BYTES
 
 
+def shared_address(config: Config) -> str | None:
+    """Says which two of the services of this configuration would listen at one address; None where none would."""
+    named: dict[str, str | None] = {
+        "planner.listen": config.planner.listen,
+        "planner.metrics_listen": config.planner.metrics_listen,
+        "gpu.listen": config.gpu.listen,
+        "gpu.metrics_listen": config.gpu.metrics_listen,
+    }
+    for index, service in enumerate(config.cpu_attn):
+        key = config.cpu_attn_key(index)
+        named |= {f"{key}.listen": service.listen, f"{key}.metrics_listen": service.metrics_listen}
+    if config.gateway:
+        named["gateway.listen"] = config.gateway.listen
+    keys: dict[str, str] = {}
+    for key, address in named.items():
+        if address is None or address.endswith(":0"):
+            continue
+        if address in keys:
+            return f"{keys[address]} and {key} are both {address}: each needs its own"
+        keys[address] = key
+    return None
+
+
 def place(config: Config, socket_dir: Path) -> Config:
     """Puts the inner services on private Unix sockets, and planner and gateway on a free port where the port is 0.
 
@@ -49,9 +72,12 @@ def place(config: Config, socket_dir: Path) -> Config:
     planner = config.planner.model_copy(update={"listen": _bindable(config.planner.listen, "--port 0")})
     gateway = _placed_gateway(config.gateway) if config.gateway else None
     tls = _placed_tls(config.tls) if config.tls else None
-    return config.model_copy(
+    placed = config.model_copy(
         update={"planner": planner, "gpu": gpu, "cpu_attn": cpu_attn, "gateway": gateway, "tls": tls}
     )
+    if complaint := shared_address(placed):
+        raise AddressInUseError(complaint)
+    return placed
 
 
 def _placed_tls(tls: TlsConfig) -> TlsConfig:

@@ -1,5 +1,6 @@
 """API keys from a file, looked at again when the file changes, and the interceptor that asks callers for one."""
 
+import errno
 import hashlib
 import hmac
 import logging
@@ -15,6 +16,7 @@ from svc_common.config import Config, ConfigError
 from svc_common.errors import unauthenticated
 
 _OPEN_SERVICE = "/grpc.health.v1.Health/"
+_MAX_BYTES = 4 << 20
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +115,12 @@ _REFUSAL = grpc.stream_stream_rpc_method_handler(_refuse, bytes, bytes)
 
 
 def _keys(path: Path) -> list[str]:
-    lines = map(str.strip, path.read_text(encoding="utf-8", errors="replace").splitlines())
+    """Raises OSError, also where the file is far too large for what it should be."""
+    with path.open("rb") as file:
+        content = file.read(_MAX_BYTES + 1)
+    if len(content) > _MAX_BYTES:
+        raise OSError(errno.EFBIG, f"is larger than {_MAX_BYTES >> 20} MiB")
+    lines = map(str.strip, content.decode("utf-8", "replace").splitlines())
     return [line for line in lines if line and not line.startswith("#")]
 
 

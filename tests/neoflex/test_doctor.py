@@ -93,8 +93,8 @@ def test_weights_count_as_kv_does(machine: Path) -> None:
 def test_two_services_at_one_address(machine: Path) -> None:
     same = {"listen": "127.0.0.1:50051"}
     found = find(machine, "addresses", gpu=same)
-    assert (found.level, found.found) == (Level.PROBLEM, "127.0.0.1:50051")
-    assert found.advice == "planner.listen and gpu.listen are the same: each needs its own"
+    assert (found.level, found.found) == (Level.PROBLEM, "not all different")
+    assert found.advice == "planner.listen and gpu.listen are both 127.0.0.1:50051: each needs its own"
     free = {"listen": "127.0.0.1:0"}
     assert find(machine, "addresses", planner=free, gpu=free).level is Level.OK
 

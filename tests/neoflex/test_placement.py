@@ -67,6 +67,17 @@ def test_an_address_of_another_host_is_refused(tmp_path: Path) -> None:
         place(parse({"planner": {"listen": "192.0.2.1:50051"}}, "test"), tmp_path)
 
 
+def test_two_listeners_at_one_address_are_refused(tmp_path: Path) -> None:
+    metrics = {"metrics_listen": "127.0.0.1:9466"}
+    config = parse({"planner": {"listen": "127.0.0.1:0"}, "cpu_attn": [metrics, metrics]}, "test")
+    with pytest.raises(AddressInUseError) as refusal:
+        place(config, tmp_path)
+    names = "cpu_attn[0].metrics_listen and cpu_attn[1].metrics_listen"
+    assert str(refusal.value) == f"{names} are both 127.0.0.1:9466: each needs its own"
+    free = {"metrics_listen": "127.0.0.1:0"}
+    place(parse({"planner": {"listen": "127.0.0.1:0"}, "cpu_attn": [free, free]}, "test"), tmp_path)
+
+
 @pytest.mark.parametrize("port", ["-1", "99999", "http"])
 def test_a_port_that_is_none_is_refused(port: str, tmp_path: Path) -> None:
     config = Config()

@@ -152,3 +152,8 @@ async def test_health_is_told_to_everybody_and_reflection_is_not(channel: grpc.a
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await reflection.ServerReflectionInfo(iter([request])).read()
     _check_refusal(caught.value)
+
+
+def test_a_file_that_never_ends_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^planner\.api_keys_file: /dev/zero: is larger than 4 MiB$"):
+        ApiKeys("planner.api_keys_file", Path("/dev/zero"))
