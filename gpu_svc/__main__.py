@@ -72,7 +72,6 @@ def main() -> None:
         logger.error("%s", error)
         sys.exit(1)
     try:
-        telemetry.start_metrics(config.gpu.metrics_listen, "gpu.metrics_listen")
         asyncio.run(_serve(config, telemetry, door, tls))
     except _CANNOT_START as error:
         logger.error("%s", error)
@@ -207,6 +206,8 @@ async def _serve(config: Config, telemetry: Telemetry, door: Door, tls: TlsFiles
         server = GrpcServer(config.gpu.listen, [service_name], door)
         addresses = [service.listen for service in config.cpu_attn_services]
         servicer = ExecutorServicer(None, thread, addresses, tls, telemetry.tracer)
+        observe_executor(telemetry.meters, lambda: servicer.loaded)
+        telemetry.start_metrics(config.gpu.metrics_listen, "gpu.metrics_listen")
         server.register(executor_pb2_grpc.add_ExecutorServiceServicer_to_server, servicer)
         await server.start()
         logger.info("listening on %s, loading the model", server.address)
@@ -217,7 +218,6 @@ async def _serve(config: Config, telemetry: Telemetry, door: Door, tls: TlsFiles
         publishing = asyncio.create_task(watch.publish_health())
         try:
             executor = await _loaded(config, thread, stopped)
-            observe_executor(telemetry.meters, executor)
             servicer.take(executor)
             await watch.publish_now()
             logger.info("ready")

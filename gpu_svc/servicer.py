@@ -77,6 +77,11 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         """Set while no planner has a stream of plans open."""
         self._free.set()
 
+    @property
+    def loaded(self) -> Executor | None:
+        """None until the model is."""
+        return self._taken
+
     def take(self, executor: Executor) -> None:
         """The model is loaded."""
         self._taken = executor
