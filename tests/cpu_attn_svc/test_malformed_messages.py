@@ -52,8 +52,8 @@ def connected(directory: Path) -> Iterator[tuple[RegionSession, "zmq.Socket[byte
 def test_what_is_no_descriptor_ends_the_session(message: bytes, tmp_path: Path) -> None:
     with connected(tmp_path) as (session, socket, region):
         socket.send(message)
-        until(lambda: not session.is_open)
-        assert region.is_closed
+        until(lambda: region.is_closed)
+        assert not session.is_open
     assert list(tmp_path.iterdir()) == []
 
 
