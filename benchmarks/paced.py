@@ -28,6 +28,7 @@ from neoflex.v1 import executor_pb2_grpc
 from planner_svc.simulator.executor import SimulatedExecutor
 from svc_common.config import Config, parse
 from svc_common.grpc_server import GrpcServer
+from svc_common.model.spec import ModelSpec
 from svc_common.plan import ExecutionError, IterationPlan, IterationResult
 from svc_common.policy import ExecutionPolicy
 
@@ -37,13 +38,15 @@ _READY_S = 120.0
 class PacedExecutor:
     """What ExecutorServicer asks of an Executor. Its thread sleeps through each iteration."""
 
-    def __init__(self, played: SimulatedExecutor, tables: Tables, shape: KvShape, num_gpu_blocks: int) -> None:
-        spec = SimpleNamespace(num_layers=shape.num_layers)
+    def __init__(
+        self, played: SimulatedExecutor, tables: Tables, spec: ModelSpec, shape: KvShape, num_gpu_blocks: int
+    ) -> None:
         self.decoder = SimpleNamespace(device=SimpleNamespace(type="cpu"), weight_dtype=shape.dtype, spec=spec)
         self.kv_shape = shape
         self.last_epoch = 0
-        self.memory = None
-        self.resident_layers = self.streamed_bytes = 0
+        self.memory = self.grammars = None
+        self.resident_layers = self.streamed_bytes = self.link_bytes_per_s = 0
+        self.weight_bytes = self.buffer_bytes = self.host_weight_bytes = 0
         self.streamed_layers = range(0)
         self._played = played
         self._tables = tables

@@ -314,7 +314,7 @@ def measure(args: argparse.Namespace) -> list[Row]:
     print(f"iterations: {counters.gpu_only_iterations} on the GPU alone, {counters.asymmetric_iterations} asymmetric")
     alone = told.alone()
     shape = KvShape.of(spec, alone.capacity.block_tokens, torch.bfloat16)
-    executor = PacedExecutor(alone.executor(), tables_from_json(tables), shape, alone.capacity.gpu_blocks)
+    executor = PacedExecutor(alone.executor(), tables_from_json(tables), spec, shape, alone.capacity.gpu_blocks)
     with paced(config, executor) as address:
         at_shares("executor that sleeps", address, alone, None)
     return table
