@@ -7,7 +7,7 @@ import sys
 from cpu_attn_svc.host import AttentionHost
 from cpu_attn_svc.meters import observe_host
 from cpu_attn_svc.servicer import CpuAttentionServicer
-from cpu_attn_svc.watch import HostWatch
+from cpu_attn_svc.watch import AttentionWatch
 from neoflex.v1 import cpu_attention_pb2, cpu_attention_pb2_grpc
 from svc_common import config as configuration
 from svc_common.config import Config, ConfigError
@@ -32,7 +32,7 @@ async def serve(config: Config, listen: str, host: AttentionHost, door: Door) ->
     server, servicer = GrpcServer(listen, [full_name], door), CpuAttentionServicer(host)
     server.register(cpu_attention_pb2_grpc.add_CpuAttentionServiceServicer_to_server, servicer)
     await server.start()
-    watch = HostWatch(server, host, servicer, config.planner.watchdog_s)
+    watch = AttentionWatch(server, host, servicer, config.planner.watchdog_s)
     watchdog = Watchdog(SERVICE, watch, config.planner.watchdog_s, config.logging)
     watchdog.start()
     publishing = asyncio.create_task(watch.publish_health())

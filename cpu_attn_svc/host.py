@@ -130,7 +130,7 @@ class AttentionHost:
         segment = Segment.create(self._config.segment_dir, epoch, shape, kv_bytes, self._cpus, self._group)
         self._huge_page_bytes = huge_page_bytes(segment.path)
         try:
-            session = RegionSession(segment, self.instruction_set, self._threads, self._layers, self.totals)
+            session = RegionSession(segment, self.instruction_set, self._threads, self.totals, self._layers)
         except Exception:
             segment.close()
             raise

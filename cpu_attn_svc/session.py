@@ -40,8 +40,8 @@ class RegionSession:
         segment: Segment,
         instruction_set: str,
         threads: ThreadPool,
+        totals: Totals,
         layers: "CpuLayers | None" = None,
-        totals: Totals | None = None,
     ) -> None:
         """Listens at the segment's endpoint. `layers` are those that the region's shape asks for. Raises PlaneError.
 
@@ -57,7 +57,7 @@ class RegionSession:
         """Computed so far."""
         self.is_attached = False
         """Whether an executor has been seen to map the region."""
-        self._totals = totals or Totals()
+        self._totals = totals
         self._layers = layers
         self._max_tokens = segment.shape.max_tokens
         runner = layers.runner(segment, instruction_set, threads) if layers else None

@@ -3,20 +3,17 @@
 Waiting for the executor is no stall, however long: that is the executor's.
 """
 
-import asyncio
-
 from cpu_attn_svc.host import AttentionHost
 from cpu_attn_svc.servicer import CpuAttentionServicer
 from svc_common.grpc_server import GrpcServer
+from svc_common.worker_watch import WorkerWatch
 
-_HEALTH_EVERY_S = 0.5
 
-
-class HostWatch:
-    """See svc_common.watchdog.Watched."""
+class AttentionWatch(WorkerWatch):
+    """Ready until it is to stop."""
 
     def __init__(self, server: GrpcServer, host: AttentionHost, servicer: CpuAttentionServicer, stall_s: float) -> None:
-        self._server = server
+        super().__init__(server)
         self._host = host
         self._servicer = servicer
         self._stall_s = stall_s
@@ -32,16 +29,6 @@ class HostWatch:
             f"{host.num_threads} threads of at most {host.max_threads}; in a layer for {host.computing_s:.3f} s"
         )
 
-    async def ask(self) -> str:
-        return ""  # It calls nobody.
-
-    async def publish_health(self) -> None:
-        """Never returns; to be cancelled."""
-        while True:
-            await self.publish_now()
-            await asyncio.sleep(_HEALTH_EVERY_S)
-
-    async def publish_now(self) -> None:
-        alive = self.stall() is None
-        await self._server.set_alive(alive)
-        await self._server.set_ready(alive and not self._servicer.is_stopping)
+    @property
+    def is_ready(self) -> bool:
+        return not self._servicer.is_stopping

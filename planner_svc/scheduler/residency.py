@@ -86,10 +86,6 @@ class Residency:
         """Sequences that hold blocks of a host pool."""
         return self._num_in[pool]
 
-    def room_for(self, sequence: Sequence) -> int:
-        """Blocks to be had where it lies."""
-        return self._gpu.num_free if sequence.tier is Tier.GPU else self.free_in(sequence.pool)
-
     def has_moved(self, sequence: Sequence) -> bool:
         """Whether the next plan already moves it."""
         return sequence.sequence_id in self.changes.swaps

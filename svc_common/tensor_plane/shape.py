@@ -49,15 +49,7 @@ class RegionShape:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers, scales included."""
-        return self._block_bytes(self.num_layers)
-
-    @property
-    def lower_block_bytes(self) -> int:
-        """Bytes of one block over the CPU layers."""
-        return self._block_bytes(self.num_cpu_layers)
-
-    def _block_bytes(self, num_layers: int) -> int:
-        heads = num_layers * 2 * self.num_kv_heads
+        heads = self.num_layers * 2 * self.num_kv_heads
         num_scales = heads if self.kv_dtype == "int8" else 0
         return heads * self.block_tokens * self.head_dim * numpy_dtype(self.kv_dtype).itemsize + 4 * num_scales
 

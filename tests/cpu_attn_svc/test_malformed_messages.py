@@ -17,6 +17,7 @@ from support.stacks import until
 from cpu_attn_svc import _attention
 from cpu_attn_svc import session as session_module
 from cpu_attn_svc.session import RegionSession
+from cpu_attn_svc.totals import Totals
 from svc_common.cpu_kernels import ThreadPool
 from svc_common.tensor_plane import CpuSubBatch, PlaneError, Segment, TensorPlane, _plane
 from svc_common.tensor_plane.messages import (
@@ -34,7 +35,7 @@ from svc_common.tensor_plane.messages import (
 def connected(directory: Path) -> Iterator[tuple[RegionSession, "zmq.Socket[bytes]", _plane.Region]]:
     """A session, and its executor's ends of socket and region."""
     segment = Segment.create(directory, 1, SHAPE, 2**20)
-    session = RegionSession(segment, "auto", ThreadPool(1, []))
+    session = RegionSession(segment, "auto", ThreadPool(1, []), Totals())
     session.start()
     region = _plane.Region.attach(segment.path, 1, SHAPE.to_native())
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
@@ -130,7 +131,7 @@ def test_numbers_of_all_kinds_are_refused_or_computed(cancelled_session: RegionS
 
 @pytest.fixture
 def cancelled_session(tmp_path: Path) -> Iterator[RegionSession]:
-    session = RegionSession(Segment.create(tmp_path, 1, SHAPE, 2**20), "auto", ThreadPool(1, []))
+    session = RegionSession(Segment.create(tmp_path, 1, SHAPE, 2**20), "auto", ThreadPool(1, []), Totals())
     assert isinstance(session._worker, _attention.Worker)
     session._worker.cancel()
     session.start()

@@ -15,6 +15,7 @@ from support.stacks import own_environment, until
 
 from cpu_attn_svc import session as session_module
 from cpu_attn_svc.session import RegionSession
+from cpu_attn_svc.totals import Totals
 from svc_common.cpu_kernels import ThreadPool
 from svc_common.tensor_plane import Segment, TensorPlane, _plane
 
@@ -38,7 +39,7 @@ def test_names_stay_until_the_executor_is_connected(tmp_path: Path, monkeypatch:
     """It maps the region first, and connects when its thread comes to it: that may take longer than a look."""
     monkeypatch.setattr(session_module, "_IDLE_CHECK_MS", 1)
     segment = Segment.create(tmp_path, 1, SHAPE, 2**20)
-    session = RegionSession(segment, "auto", ThreadPool(1, []))
+    session = RegionSession(segment, "auto", ThreadPool(1, []), Totals())
     session._socket = socket = CountingSocket(session._socket)  # type: ignore[assignment]
     session.start()
     try:
@@ -55,7 +56,7 @@ def test_names_stay_until_the_executor_is_connected(tmp_path: Path, monkeypatch:
 
 def test_names_go_with_the_first_message(tmp_path: Path) -> None:
     segment = Segment.create(tmp_path, 1, SHAPE, 2**20)
-    session = RegionSession(segment, "auto", ThreadPool(1, []))
+    session = RegionSession(segment, "auto", ThreadPool(1, []), Totals())
     session.start()
     try:
         plane = TensorPlane.attach(segment.path, segment.endpoint, 1, SHAPE)
@@ -76,7 +77,7 @@ def test_only_the_segments_group_gets_in(group: int | None) -> None:
         segment = Segment.create(Path(name), 1, SHAPE, 2**20, group=group)
         directory = Path(segment.path).parent
         assert directory.stat().st_mode & 0o777 == 0o700  # For all before the socket is there.
-        session = RegionSession(segment, "auto", ThreadPool(1, []))
+        session = RegionSession(segment, "auto", ThreadPool(1, []), Totals())
         session.start()
         try:
             socket = directory / "descriptors"
@@ -113,7 +114,7 @@ def test_an_executor_of_another_user_attaches_by_the_group(group: int, said: str
     with tempfile.TemporaryDirectory() as name:
         os.chmod(name, 0o755)
         segment = Segment.create(Path(name), 1, SHAPE, 2**20, group=GROUP)
-        session = RegionSession(segment, "auto", ThreadPool(1, []))
+        session = RegionSession(segment, "auto", ThreadPool(1, []), Totals())
         session.start()
         command = [sys.executable, "-c", _EXECUTOR, str(group), segment.path, segment.endpoint]
         ended = subprocess.run(command, env=own_environment(), check=True, capture_output=True, text=True)
