@@ -34,6 +34,7 @@ import zmq
 from results import Row, arguments, publish
 
 from cpu_attn_svc.session import RegionSession
+from cpu_attn_svc.totals import Totals
 from gpu_svc.cpu_attention_client import attach_pool, region_shape
 from gpu_svc.executor import Executor
 from gpu_svc.host_tier import HostPool, HostTier
@@ -106,7 +107,7 @@ def serve_region(pipe: Connection, cpu: int | None) -> None:
         os.sched_setaffinity(0, {cpu})
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="hop-") as directory:
         segment = Segment.create(Path(directory), 1, SHAPE, SHAPE.block_bytes)
-        session = RegionSession(segment, "auto", ThreadPool(1))
+        session = RegionSession(segment, "auto", ThreadPool(1), Totals())
         session.start()
         echo: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         echo.bind(f"ipc://{directory}/echo")
