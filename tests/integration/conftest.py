@@ -12,13 +12,26 @@ from support.reference import Reference
 from neoflex.processes import RestartPolicy
 from neoflex.supervisor import LocalStack
 from svc_common.config import Config, parse
-from svc_common.model.store import ModelFiles, resolve
+from svc_common.model.store import ModelFiles, default_cache_dir, resolve
 from svc_common.model.tokenizer import Tokenizer, load_tokenizer
 
 MODEL = "smollm2-135m-instruct"
 LONG_PROMPT_TOKENS = 1500
 
 StackFactory = Callable[..., LocalStack]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The user's cache, but for measured operations: those are measured once a session and shape, not at each start."""
+    users, own = default_cache_dir(), tmp_path_factory.mktemp("cache") / "neoflex"
+    (own / "profiles").mkdir(parents=True)
+    for path in users.iterdir():
+        if path.name != "profiles":
+            (own / path.name).symlink_to(path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(own.parent))
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -83,7 +96,7 @@ def stack_config(run_dir: Path, **sections: dict[str, object] | list[dict[str, o
     values: dict[str, Any] = {
         "model": {"source": MODEL},
         "planner": {"listen": "127.0.0.1:0"},
-        "gpu": {"device": "cpu", "dtype": "fp32", "profile": "always"},
+        "gpu": {"device": "cpu", "dtype": "fp32"},
         "cpu_attn": {},
     }
     for name, section in sections.items():
