@@ -76,6 +76,11 @@ def sample(logits: Tensor, rows: SamplingRows, changes: Sequence[Change] = ()) -
         from gpu_svc.triton_sampling import sample_on_device  # Torch for CPUs brings no Triton.
 
         return sample_on_device(logits, rows, changes)
+    return sample_by_torch(logits, rows, changes)
+
+
+def sample_by_torch(logits: Tensor, rows: SamplingRows, changes: Sequence[Change] = ()) -> Drawn:
+    """The same by torch's operations, on any device, and on the CPU by kernels of its own."""
     maxima, tokens = _best(logits)
     is_finite = torch.isfinite(maxima).cpu().numpy()
     wanting = np.flatnonzero((rows.num_logprobs >= 0) & is_finite)
@@ -198,7 +203,7 @@ def _logprobs(
 
 
 def gather_logprobs(raw: Tensor, tokens: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of logits raw [m, vocab_size]: log-probabilities of tokens [m]; the `width` likeliest tokens [m, width], and theirs."""
+    """Of logits raw [m, vocab_size]: log-probabilities of tokens [m]; the `width` likeliest tokens, and theirs [m, width]."""
     logprobs = torch.log_softmax(raw, dim=-1)
     values, ids = torch.topk(logprobs, width, dim=-1)
     return logprobs.gather(1, tokens[:, None])[:, 0], ids, values

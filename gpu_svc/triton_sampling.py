@@ -74,12 +74,19 @@ def draw(logits: Tensor, raw_maxima: Tensor, maxima: Tensor, best: Tensor, rows:
     masses = torch.empty((num_rows, num_runs), dtype=torch.float32, device=device)
     tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
     if has_cuts:
-        cut_kernel[num_rows, 1](
-            logits, maxima, parameters, cuts, vocab_size, TILE=_CUT_TILE, num_warps=_CUT_WARPS
-        )
+        cut_kernel[num_rows, 1](logits, maxima, parameters, cuts, vocab_size, TILE=_CUT_TILE, num_warps=_CUT_WARPS)
     if is_drawn.any():
         mass_kernel[num_rows, -(-num_runs // _RUNS)](
-            logits, maxima, parameters, cuts, masses, vocab_size, num_runs, RUN=_RUN_TOKENS, RUNS=_RUNS, HAS_CUTS=has_cuts
+            logits,
+            maxima,
+            parameters,
+            cuts,
+            masses,
+            vocab_size,
+            num_runs,
+            RUN=_RUN_TOKENS,
+            RUNS=_RUNS,
+            HAS_CUTS=has_cuts,
         )
     pick_kernel[num_rows, 1](
         logits,

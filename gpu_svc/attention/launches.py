@@ -7,14 +7,15 @@ from dataclasses import dataclass
 
 import torch
 
-_TILE_BYTES = 16 * 2**10
-"""Of keys where tensor cores multiply; as many again of values. Two programs of a prompt then fit a processor of 100 KiB
-of shared memory."""
+_ROOMY = frozenset({80, 87, 90, 100, 103})
+"""Capabilities with 164 KiB of shared memory or more a processor. The others, but for Turing, have 100."""
+_ROOMY_TILE_BYTES, _TILE_BYTES = 16 * 2**10, 8 * 2**10
+"""Of keys where tensor cores multiply; as many again of values. With it a processor holds two programs of prompts and
+four of decodes, which wait for memory in turn; those of heads of 256 numbers only one."""
 _FMA_TILE_NUMBERS = 4096
 """Of keys elsewhere: a thread holds whole rows of both factors in registers, and more would spill."""
-_MIN_TILE, _MAX_TILE = 16, 128
-_ROOMY = frozenset({80, 87, 90, 100, 103})
-"""Capabilities with 164 KiB of shared memory or more a processor: two tiles come while a third one is multiplied."""
+_STAGES = 3
+"""The next tile but one's block numbers come while the next one's keys and values do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,23 +48,21 @@ class AttentionLaunch:
     prefill_rows: int
     """Query heads times tokens of a program."""
     tile: int
-    """Tokens attended to at a time."""
+    """Tokens attended to at a time, a power of 2."""
     prefill_warps: int
     decode_warps: int
-    num_stages: int
+    num_stages: int = _STAGES
 
     @classmethod
     def of(cls, gpu: Gpu, dim_pad: int, dtype: torch.dtype) -> "AttentionLaunch":
         """For heads of `dim_pad` numbers, a power of 2, computed in `dtype`."""
         if not gpu.has_tensor_cores(dtype):
-            tile = _clamped(_FMA_TILE_NUMBERS // dim_pad)
-            return cls(prefill_rows=32, tile=tile, prefill_warps=8, decode_warps=8, num_stages=2)
-        tile = _clamped(_TILE_BYTES // (dim_pad * dtype.itemsize))
-        # The sums of 64 rows of 256 numbers take half of four warps' registers.
-        prefill_warps = 8 if dim_pad > 128 else 4
-        stages = 3 if gpu.capability in _ROOMY else 2
-        return cls(prefill_rows=64, tile=tile, prefill_warps=prefill_warps, decode_warps=4, num_stages=stages)
-
-
-def _clamped(tile: int) -> int:
-    return min(max(tile, _MIN_TILE), _MAX_TILE)
+            return cls(prefill_rows=32, tile=min(_FMA_TILE_NUMBERS // dim_pad, 32), prefill_warps=8, decode_warps=8)
+        tile_bytes = _ROOMY_TILE_BYTES if gpu.capability in _ROOMY else _TILE_BYTES
+        return cls(
+            prefill_rows=64,
+            tile=min(max(tile_bytes // (dim_pad * dtype.itemsize), 32), 128),
+            # The sums of 64 rows of 256 numbers take half of four warps' registers.
+            prefill_warps=8 if dim_pad > 128 else 4,
+            decode_warps=4,
+        )

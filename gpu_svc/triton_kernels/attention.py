@@ -79,9 +79,10 @@ def _attend(
         blocks = tl.load(table + tokens // BLOCK_TOKENS, mask=run_here, other=0).to(tl.int64)
         blocks = tl.max_constancy(blocks * block_stride, RUN)
         within = tokens % BLOCK_TOKENS
-        scores = _scores(
-            q, cache, blocks, within, run_here, HEAD_DIM, DIM_PAD, ROWS, BLOCK_TOKENS, PAIRED_KEYS, DOT_TYPE
-        ) * scale
+        scores = (
+            _scores(q, cache, blocks, within, run_here, HEAD_DIM, DIM_PAD, ROWS, BLOCK_TOKENS, PAIRED_KEYS, DOT_TYPE)
+            * scale
+        )
         if HAS_SOFTCAP:
             scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)  # tanh
         seen = here[None, :] & (tokens[None, :] <= positions[:, None])

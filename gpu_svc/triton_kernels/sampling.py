@@ -42,8 +42,16 @@ def _within(
         step = (high - low + 3) // 4
         first, second = low + step, tl.minimum(low + 2 * step, high)
         third = tl.minimum(second + step, high)
-        counts1, counts2, counts3 = tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.float32)
-        masses1, masses2, masses3 = tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.float32)
+        counts1, counts2, counts3 = (
+            tl.zeros([TILE], tl.float32),
+            tl.zeros([TILE], tl.float32),
+            tl.zeros([TILE], tl.float32),
+        )
+        masses1, masses2, masses3 = (
+            tl.zeros([TILE], tl.float32),
+            tl.zeros([TILE], tl.float32),
+            tl.zeros([TILE], tl.float32),
+        )
         for start in range(0, vocab_size, TILE):
             places = start + tl.arange(0, TILE)
             here = places < vocab_size
@@ -125,9 +133,7 @@ def mass_kernel(
     if temperature > 0:
         runs = tl.program_id(1) * RUNS + tl.arange(0, RUNS)
         places = runs[:, None] * RUN + tl.arange(0, RUN)[None, :]
-        weights = _kept(
-            logits, row, places, tl.load(maxima + row), temperature, parameters, cuts, vocab_size, HAS_CUTS
-        )
+        weights = _kept(logits, row, places, tl.load(maxima + row), temperature, parameters, cuts, vocab_size, HAS_CUTS)
         tl.store(masses + row * num_runs + runs, tl.sum(weights, 1), mask=runs < num_runs)
 
 
@@ -179,9 +185,7 @@ def pick_kernel(
         run = _first_above(cumulative, tl.max(cumulative, 0), point)
         before = tl.sum(tl.where(runs < run, run_masses, 0.0), 0)
         places = run * RUN + tl.arange(0, RUN)
-        weights = _kept(
-            logits, row, places, tl.load(maxima + row), temperature, parameters, cuts, vocab_size, HAS_CUTS
-        )
+        weights = _kept(logits, row, places, tl.load(maxima + row), temperature, parameters, cuts, vocab_size, HAS_CUTS)
         inner = tl.cumsum(weights.to(tl.float64), 0)
         within = _first_above(inner, tl.max(inner, 0), tl.maximum(point - before, 0.0))
         token = (run * RUN + within).to(tl.int64)

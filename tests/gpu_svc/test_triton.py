@@ -190,3 +190,23 @@ def test_whole_models_yield_the_reference_tokens(
         driver.run(SubBatch(gpu_decodes=(1, 2)))
     for sequence_id, prompt in prompts.items():
         assert driver.tokens[sequence_id] == reference(variant).greedy(prompt, 5)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_a_cache_of_more_numbers_than_32_bits_count(dtype: str) -> None:
+    """Its memory is only touched where the sequence lies, at the end."""
+    block_tokens, num_tokens, kv_heads = 16, 20, 2
+    numbers_each = 2 * kv_heads * block_tokens * HEAD_DIM
+    num_blocks = 2**31 // numbers_each + 2
+    blocks = torch.empty(num_blocks, 2, kv_heads, block_tokens * HEAD_DIM, dtype=DTYPES[dtype])
+    table = torch.tensor([num_blocks - 1, num_blocks - 2])
+    kv, q = numbers(num_tokens, 2, kv_heads, HEAD_DIM, dtype=DTYPES[dtype]), numbers(1, 4, HEAD_DIM)
+    positions = torch.arange(num_tokens)
+    append_kv(blocks, table[positions // block_tokens], positions % block_tokens, kv)
+    attention, tables = backend((4, kv_heads), None, 0.0, block_tokens), table[None].numpy().astype(np.int32)
+    expected = plain(q, *kv.float().unbind(1), torch.tensor([num_tokens - 1]), None, 0.0)
+    decoded, prefilled = torch.empty_like(q), torch.empty_like(q)
+    attention.decode(np.array([num_tokens]), tables).run(1, q, blocks, decoded)
+    attention.prefill(num_tokens - 1, 1, tables[0]).run(1, q, blocks, prefilled)
+    torch.testing.assert_close(decoded.double(), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(prefilled.double(), expected, rtol=1e-4, atol=1e-5)

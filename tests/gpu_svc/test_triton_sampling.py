@@ -26,7 +26,7 @@ def assert_same(logits: torch.Tensor, parameters: SamplingRows, *changes: Change
         assert [value for _, value in row.top] == pytest.approx([value for _, value in other.top], abs=1e-5)
 
 
-@pytest.mark.parametrize(("vocab_size", "spread"), [(40, 4.0), (257, 0.05), (2100, 1.0)])
+@pytest.mark.parametrize(("vocab_size", "spread"), [(257, 0.05), (2100, 2.0)])
 def test_parameters_of_all_kinds(vocab_size: int, spread: float) -> None:
     columns = {
         "temperature": [0, 1, 1, 0.3, 1.8, 0.7, 1, 1, 1e-4, 1],
@@ -44,10 +44,11 @@ def test_many_draws_of_one_distribution() -> None:
 
 
 def test_equal_logits_are_all_kept_or_all_left_out() -> None:
-    logits = torch.zeros(7, 60)
+    logits = torch.zeros(4, 60)
     logits[:, 40:50] = 2.0
-    top_k, top_p = [4, 10, 11, 0, 0, 5, 12], [1, 1, 1, 0.1, 0.7, 0.5, 0.9]
-    assert_same(logits, sampling_rows(7, temperature=1.0, top_k=top_k, top_p=top_p, draw=np.arange(7)))
+    assert_same(
+        logits, sampling_rows(4, temperature=1.0, top_k=[4, 11, 0, 12], top_p=[1, 1, 0.7, 0.9], draw=np.arange(4))
+    )
 
 
 def test_what_a_grammar_excludes_is_never_drawn() -> None:
