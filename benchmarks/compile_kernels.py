@@ -1,13 +1,13 @@
-"""Compiles the Triton kernels for GPUs that need not be here, as serving launches them, and says what came out.
+"""Compiles the Triton kernels for GPUs that need not be here, as serving launches them, and shows the outcome.
 
 The launches are the executor's own (attention, layers' operations, sampling), on small tensors of the CPU; instead of
 being run each is compiled by Triton and the `ptxas` that it brings. Of each kernel: registers, bytes spilled, shared
-memory beside the limit, loads that are narrower than they need be, and whether tensor cores multiply.
+memory, products by tensor cores, and loads from global memory: those of 16 bytes a thread, and others.
 
     python benchmarks/compile_kernels.py [--capability 75 86] [--quick] [--json FILE]
 
-`--quick` is what `make test` compiles. Exit code 1 where a kernel spills, needs more shared memory than there is, misses
-the tensor cores, or reads keys and values in small pieces. Not for TRITON_INTERPRET=1.
+`--quick` is what `make test` compiles. Exit code 1 where a kernel spills, needs more shared memory than there is,
+misses the tensor cores, or reads keys and values in small pieces. Not for TRITON_INTERPRET=1.
 """
 
 import argparse
@@ -36,6 +36,7 @@ from gpu_svc.triton_ops import TritonOps, append_kv
 from gpu_svc.triton_sampling import sample_on_device
 from svc_common.decoder.dtypes import DTYPES
 from svc_common.model.spec import ModelSpec, RopeSpec
+from svc_common.model.weight_types import FloatTypeName
 
 SHARED_BYTES = {75: 64 << 10, 80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10}
 """That one program may use, by compute capability (CUDA C++ Programming Guide, technical specifications)."""
@@ -52,8 +53,8 @@ class Shape:
     head_dim: int
     num_q_heads: int
     num_kv_heads: int
-    dtype: str
-    kv_dtype: str
+    dtype: FloatTypeName
+    kv_dtype: FloatTypeName
     window: int | None = None
     softcap: float = 0.0
 
@@ -187,7 +188,7 @@ def launch_layers(shape: Shape) -> None:
     ops.silu_gate(torch.zeros(3, 2 * spec.intermediate_size, dtype=dtype))
     blocks = torch.zeros(4, 2, kv_heads, BLOCK_TOKENS * head_dim, dtype=DTYPES[shape.kv_dtype])
     index = torch.zeros(3, dtype=torch.int64)
-    append_kv(blocks, index, index, qkv[:, heads:].unflatten(1, (2, kv_heads)))
+    append_kv(blocks, index, index, qkv[:, heads:].view(3, 2, kv_heads, head_dim))
 
 
 def launch_sampling(quick: bool) -> None:

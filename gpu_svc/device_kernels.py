@@ -11,12 +11,15 @@ from svc_common.decoder.ops import DecoderOps, TorchOps
 logger = logging.getLogger(__name__)
 
 
-@cache
 def has_triton(device: torch.device) -> bool:
-    """Found out once, by running the kernels: they need a C compiler, and a GPU that this Triton knows."""
-    if device.type != "cuda":
-        return False
-    failure = _failure(device)
+    """Whether its kernels run there: they need a C compiler, and a GPU that this Triton knows."""
+    return device.type == "cuda" and _runs_on_cuda()
+
+
+@cache
+def _runs_on_cuda() -> bool:
+    """Found out once, by running them."""
+    failure = _failure(torch.device("cuda"))
     if failure:
         logger.warning("Triton's kernels are not used, torch computes: %s", failure)
     else:

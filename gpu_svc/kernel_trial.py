@@ -88,8 +88,8 @@ def sampling_failure(device: torch.device) -> Pairs:
         draw=np.zeros(4, np.int64),
         num_logprobs=np.full(4, -1, np.int32),
     )
-    drawn = (sample_on_device(logits, rows), sample_by_torch(logits, rows))
-    yield "sampling", *(torch.from_numpy(of.tokens).double() for of in drawn)
+    ours, torchs = sample_on_device(logits, rows), sample_by_torch(logits, rows)
+    yield "sampling", torch.from_numpy(ours.tokens).double(), torch.from_numpy(torchs.tokens).double()
 
 
 @_compared
@@ -110,15 +110,15 @@ def attention_failure(
     longest = int(_CONTEXTS.max())
     for layer in dict.fromkeys((0, spec.num_layers - 1)):
         q = _noise(2, spec.num_q_heads, spec.head_dim, device=device, dtype=dtype)
-        outs = [torch.empty_like(q), torch.empty_like(q)]
-        for backend, out in zip((ours, torchs), outs, strict=True):
-            backend.decode(_CONTEXTS, tables).run(layer, q, blocks, out)
-        yield "attention of decodes", *outs
+        out, others = torch.empty_like(q), torch.empty_like(q)
+        ours.decode(_CONTEXTS, tables).run(layer, q, blocks, out)
+        torchs.decode(_CONTEXTS, tables).run(layer, q, blocks, others)
+        yield "attention of decodes", out, others
         q = _noise(7, spec.num_q_heads, spec.head_dim, device=device, dtype=dtype)
-        outs = [torch.empty_like(q), torch.empty_like(q)]
-        for backend, out in zip((ours, torchs), outs, strict=True):
-            backend.prefill(longest - 7, 7, tables[1]).run(layer, q, blocks, out)
-        yield "attention of prompts", *outs
+        out, others = torch.empty_like(q), torch.empty_like(q)
+        ours.prefill(longest - 7, 7, tables[1]).run(layer, q, blocks, out)
+        torchs.prefill(longest - 7, 7, tables[1]).run(layer, q, blocks, others)
+        yield "attention of prompts", out, others
 
 
 def _noise(*shape: int, device: torch.device, dtype: torch.dtype = torch.float16, seed: int = 0) -> Tensor:

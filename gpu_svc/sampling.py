@@ -203,7 +203,7 @@ def _logprobs(
 
 
 def gather_logprobs(raw: Tensor, tokens: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of logits raw [m, vocab_size]: log-probabilities of tokens [m]; the `width` likeliest tokens, and theirs [m, width]."""
+    """Log-probabilities of tokens [m] by logits raw [m, vocab_size]; the likeliest tokens, and theirs [m, width]."""
     logprobs = torch.log_softmax(raw, dim=-1)
     values, ids = torch.topk(logprobs, width, dim=-1)
     return logprobs.gather(1, tokens[:, None])[:, 0], ids, values

@@ -7,10 +7,12 @@ import torch
 from support.gpu import CPU
 from support.paged_attention import spec
 
+from gpu_svc import device_kernels
 from gpu_svc.attention.torch_backend import TorchAttention
 from gpu_svc.attention.triton_backend import TritonAttention
 from gpu_svc.kernel_trial import attention_failure, layers_failure, sampling_failure
 from gpu_svc.triton_ops import TritonOps
+from svc_common.decoder.ops import TorchOps
 
 
 def test_kernels_that_agree_are_used() -> None:
@@ -37,6 +39,16 @@ def test_the_reason_names_what_differs_or_fails(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(TritonOps, "rms_norm", fails)
     assert layers_failure(CPU) == "RuntimeError: Failed to find C compiler"
+
+
+def test_without_a_gpu_torch_computes_and_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    device_kernels._runs_on_cuda.cache_clear()
+    assert isinstance(device_kernels.decoder_ops(torch.device("cuda")), TorchOps)
+    assert not device_kernels.has_triton(torch.device("cuda"))
+    (record,) = caplog.records
+    assert record.getMessage().startswith("Triton's kernels are not used, torch computes: ")
 
 
 def test_heads_of_odd_sizes_are_refused() -> None:
