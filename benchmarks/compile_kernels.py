@@ -29,7 +29,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from gpu_svc.attention.launches import Gpu
+from gpu_svc.attention.launches import AttentionLaunch, Gpu
 from gpu_svc.attention.triton_backend import TritonAttention
 from gpu_svc.sampling import SamplingRows
 from gpu_svc.triton_ops import TritonOps, append_kv
@@ -171,8 +171,11 @@ def launch_attention(shape: Shape, capability: int) -> None:
     blocks = torch.zeros(4, 2, kv_heads, BLOCK_TOKENS * head_dim, dtype=DTYPES[shape.kv_dtype])
     q = torch.zeros(3, heads + 2 * kv_heads, head_dim, dtype=dtype)[:, :heads]
     out = torch.zeros(3, heads, head_dim, dtype=dtype)
-    attention.decode(np.full(3, 20), np.zeros((3, 2), np.int32)).run(0, q, blocks, out)
-    attention.prefill(0, 3, np.zeros(2, np.int32)).run(0, q, blocks, out)
+    # Lengths of all kinds that Triton would compile for separately if it were told to: 1, multiples of 16, others.
+    for context_tokens in (20, 16, 1):
+        attention.decode(np.full(3, context_tokens), np.zeros((3, 2), np.int32)).run(0, q, blocks, out)
+    for start, num_tokens in ((0, 3), (16, 1), (5, 16)):
+        attention.prefill(start, num_tokens, np.zeros(2, np.int32)).run(0, q, blocks, out)
 
 
 def launch_layers(shape: Shape) -> None:
@@ -213,7 +216,10 @@ def examine(name: str, kernel: Any, remarks: str, capability: int, shape: Shape)
         problems.append("spills")
     if is_attention and not products and Gpu(capability, 1).has_tensor_cores(DTYPES[shape.dtype]):
         problems.append("no tensor cores")
-    if is_attention and every - wide > wide:
+    # Without asynchronous copies each thread looks up the block of each token by itself.
+    too_many = every - wide > wide and capability >= 80
+    wide_bytes = wide * _WIDE_BYTES * 32 * kernel.metadata.num_warps
+    if is_attention and (too_many or wide_bytes < _tile_bytes(shape, capability)):
         problems.append("narrow loads")
     return Compiled(
         name,
@@ -229,6 +235,14 @@ def examine(name: str, kernel: Any, remarks: str, capability: int, shape: Shape)
     )
 
 
+def _tile_bytes(shape: Shape, capability: int) -> int:
+    """Of the keys and values that a program brings at a time."""
+    dim_pad, dtype = triton.next_power_of_2(shape.head_dim), DTYPES[shape.dtype]
+    tile = AttentionLaunch.of(Gpu(capability, 1), dim_pad, dtype).tile
+    return 2 * tile * dim_pad * DTYPES[shape.kv_dtype].itemsize
+
+
+_WIDE_BYTES = 16
 _SPILLS = r"(\d+) bytes spill stores"
 _LOAD = r"\b(?:ld\.global|cp\.async\.c[ag]\.shared\.global)\b"
 _WIDE_LOAD = r"\bld\.global\S*\.v4\.b32|\bcp\.async\.cg\.shared\.global"

@@ -15,8 +15,8 @@ from gpu_svc.upload import upload
 _RUN_TOKENS = 256
 _RUNS = 8
 """Of a program that adds up weights."""
-_CUT_TILE = 2048
-_CUT_WARPS = 8
+_CUT_TILE, _CUT_WARPS = 4096, 16
+"""One program reads a whole row again and again: with so many warps some compute while others wait for memory."""
 
 
 def sample_on_device(logits: Tensor, rows: SamplingRows, changes: Sequence[Change] = ()) -> Drawn:
