@@ -169,13 +169,13 @@ def launch_attention(shape: Shape, capability: int) -> None:
     dtype, heads, kv_heads, head_dim = DTYPES[shape.dtype], shape.num_q_heads, shape.num_kv_heads, shape.head_dim
     attention = TritonAttention(shape.spec(), BLOCK_TOKENS, dtype, _CPU, Gpu(capability, 80))
     blocks = torch.zeros(4, 2, kv_heads, BLOCK_TOKENS * head_dim, dtype=DTYPES[shape.kv_dtype])
-    q = torch.zeros(3, heads + 2 * kv_heads, head_dim, dtype=dtype)[:, :heads]
-    out = torch.zeros(3, heads, head_dim, dtype=dtype)
+    q = torch.zeros(16, heads + 2 * kv_heads, head_dim, dtype=dtype)[:, :heads]
+    out = torch.zeros(16, heads, head_dim, dtype=dtype)
     # Lengths of all kinds that Triton would compile for separately if it were told to: 1, multiples of 16, others.
     for context_tokens in (20, 16, 1):
-        attention.decode(np.full(3, context_tokens), np.zeros((3, 2), np.int32)).run(0, q, blocks, out)
+        attention.decode(np.full(3, context_tokens), np.zeros((3, 2), np.int32)).run(0, q[:3], blocks, out[:3])
     for start, num_tokens in ((0, 3), (16, 1), (5, 16)):
-        attention.prefill(start, num_tokens, np.zeros(2, np.int32)).run(0, q, blocks, out)
+        attention.prefill(start, num_tokens, np.zeros(2, np.int32)).run(0, q[:num_tokens], blocks, out[:num_tokens])
 
 
 def launch_layers(shape: Shape) -> None:

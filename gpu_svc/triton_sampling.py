@@ -25,8 +25,10 @@ def sample_on_device(logits: Tensor, rows: SamplingRows, changes: Sequence[Chang
     raw_maxima, best = logits.max(dim=-1)
     maxima = raw_maxima
     wanting = np.flatnonzero(rows.num_logprobs >= 0)
-    wanted = upload(wanting, device)
-    raw = logits[wanted] if len(wanting) else None
+    raw: Tensor | None = None
+    if len(wanting):
+        wanted = upload(wanting, device)
+        raw = logits[wanted]
     for change in changes:
         change.apply_(logits)
     if changes:

@@ -199,6 +199,7 @@ def test_a_cache_of_more_numbers_than_32_bits_count(dtype: str) -> None:
     numbers_each = 2 * kv_heads * block_tokens * HEAD_DIM
     num_blocks = 2**31 // numbers_each + 2
     blocks = torch.empty(num_blocks, 2, kv_heads, block_tokens * HEAD_DIM, dtype=DTYPES[dtype])
+    blocks[-2:] = float("nan")  # Behind the sequence nothing counts.
     table = torch.tensor([num_blocks - 1, num_blocks - 2])
     kv, q = numbers(num_tokens, 2, kv_heads, HEAD_DIM, dtype=DTYPES[dtype]), numbers(1, 4, HEAD_DIM)
     positions = torch.arange(num_tokens)
