@@ -20,8 +20,8 @@ from svc_common.model.spec import ModelSpec
 
 _TOLERANCE = 8
 """In units of the type's last place at 1; numbers are about as large."""
-_LEAST_LIMIT = 1e-4
-"""Kernels that are wrong are so by far more; sums in fp32 may add up in any order."""
+_LEAST_LIMIT = 1e-3
+"""Kernels that are wrong are so by far more. On a GPU torch may multiply fp32 in pieces of fewer bits."""
 _BLOCK_TOKENS = 16
 _CONTEXTS = np.array([1, 3 * _BLOCK_TOKENS + 5])
 

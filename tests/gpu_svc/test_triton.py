@@ -11,7 +11,9 @@ from support.gpu import CPU, Driver, open_model
 from support.paged_attention import HEAD_DIM, fill, plain, spec
 from support.reference import Reference
 
-from gpu_svc.attention.triton_backend import TritonAttention
+from gpu_svc.attention.launches import Gpu
+from gpu_svc.attention.torch_backend import _TorchPrefill
+from gpu_svc.attention.triton_backend import TritonAttention, _TritonPrefill
 from gpu_svc.kv_cache import KvShape, write_kv_by_index
 from gpu_svc.kv_layout import KvBlocks
 from gpu_svc.triton_ops import TritonOps, append_kv
@@ -102,6 +104,22 @@ def test_in_16_bits_only_the_result_is_rounded_further(dtype: torch.dtype) -> No
     expected = plain(q.float(), k, v, torch.tensor([299]), None, 0.0)
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(out.double(), expected, rtol=2 * eps, atol=2 * eps)
+
+
+def test_prompts_on_turing_are_torchs() -> None:
+    """Whose kernels use its tensor cores; in fp32 nobody's do."""
+    torch.manual_seed(0)
+    turing = Gpu(capability=75, num_processors=40)
+    for dtype, kind in ((torch.float16, _TorchPrefill), (torch.float32, _TritonPrefill)):
+        blocks, tables, (kv,) = fill([40], 2, 16, "fp16")
+        q = torch.randn(5, 6, HEAD_DIM).to(dtype)
+        attention = TritonAttention(spec(6, 2), 16, dtype, CPU, turing).prefill(35, 5, tables[0])
+        assert isinstance(attention, kind)
+        out = torch.full_like(q, float("nan"))
+        attention.run(1, q, blocks, out)
+        expected = plain(q.float(), *kv, torch.arange(35, 40), None, 0.0)
+        limit = max(4 * torch.finfo(dtype).eps, 1e-5)
+        torch.testing.assert_close(out.double(), expected, rtol=limit, atol=limit)
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
