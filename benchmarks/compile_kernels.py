@@ -239,7 +239,7 @@ def _tile_bytes(shape: Shape, capability: int) -> int:
     """Of the keys and values that a program brings at a time."""
     dim_pad, dtype = triton.next_power_of_2(shape.head_dim), DTYPES[shape.dtype]
     tile = AttentionLaunch.of(Gpu(capability, 1), dim_pad, dtype).tile
-    return 2 * tile * dim_pad * DTYPES[shape.kv_dtype].itemsize
+    return int(2 * tile * dim_pad * DTYPES[shape.kv_dtype].itemsize)
 
 
 _WIDE_BYTES = 16
