@@ -8,12 +8,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 import numpy as np
-import torch
 from llguidance import LLMatcher
 from numpy.typing import NDArray
 from torch import Tensor
 
 from gpu_svc.grammars import GrammarError, Grammars
+from gpu_svc.upload import upload
 
 
 class _State:
@@ -59,11 +59,11 @@ class GrammarStates:
         states = [self._states[slot] for slot in slots.tolist()]
         for ready in {state.ready for state in states}:
             ready.result()
-        excluded = torch.from_numpy(~np.stack([state.allowed for state in states]))
+        excluded = ~np.stack([state.allowed for state in states])
 
         def exclude(logits: Tensor) -> None:
-            index = torch.from_numpy(rows).to(logits.device)
-            logits[index] = logits[index].masked_fill_(excluded.to(logits.device), float("-inf"))
+            index = upload(rows, logits.device)
+            logits[index] = logits[index].masked_fill_(upload(excluded, logits.device), float("-inf"))
 
         return exclude
 

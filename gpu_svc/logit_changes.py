@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gpu_svc.upload import upload
 from svc_common.plan import Sampling
 
 _ROW_ARRAYS = ("_num", "_presence", "_frequency", "_repetition", "_follows")
@@ -101,11 +102,11 @@ class LogitChanges:
         if not len(row):
             return
         device, of_table = logits.device, rows[row]
-        index = torch.from_numpy(places[row] * logits.shape[1] + self._tokens[of_table, entry]).to(device)
+        index = upload(places[row] * logits.shape[1] + self._tokens[of_table, entry], device)
         counts = self._counts[of_table, entry]
         seen = self._seen[of_table, entry] & (self._repetition[of_table] != 1)
         factor, taken, bias = (
-            torch.from_numpy(values.astype(np.float32)).to(device)
+            upload(values.astype(np.float32), device)
             for values in (
                 np.where(seen, self._repetition[of_table], 1),
                 self._frequency[of_table] * counts + self._presence[of_table] * (counts > 0),

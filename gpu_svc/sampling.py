@@ -8,12 +8,14 @@ how a sort orders equal logits.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gpu_svc.device_kernels import has_triton
 from gpu_svc.philox import uniforms
 from svc_common.cpu_kernels import argmax_rows
 from svc_common.decoder.threads import cpu_threads
@@ -70,6 +72,15 @@ def sample(logits: Tensor, rows: SamplingRows, changes: Sequence[Change] = ()) -
 
     Changes `logits` in place where there are `changes`; log-probabilities are of the logits as they were.
     """
+    if has_triton(logits.device):
+        from gpu_svc.triton_sampling import sample_on_device  # Torch for CPUs brings no Triton.
+
+        return sample_on_device(logits, rows, changes)
+    return sample_by_torch(logits, rows, changes)
+
+
+def sample_by_torch(logits: Tensor, rows: SamplingRows, changes: Sequence[Change] = ()) -> Drawn:
+    """The same by torch's operations, on any device, and on the CPU by kernels of its own."""
     maxima, tokens = _best(logits)
     is_finite = torch.isfinite(maxima).cpu().numpy()
     wanting = np.flatnonzero((rows.num_logprobs >= 0) & is_finite)
@@ -186,11 +197,30 @@ def _logprobs(
     raw: Tensor, tokens: NDArray[np.int64], rows: SamplingRows, wanting: NDArray[np.int64]
 ) -> tuple[RowLogprobs, ...]:
     """Of the model's own distribution, whose logits for the rows `wanting` are raw [len(wanting), vocab_size]."""
+    width = min(int(rows.num_logprobs[wanting].max()), raw.shape[1])
+    chosen, ids, values = gather_logprobs(raw, torch.from_numpy(tokens[wanting]).to(raw.device), width)
+    return row_logprobs(wanting, chosen.cpu().numpy(), ids.cpu().numpy(), values.cpu().numpy(), rows)
+
+
+def gather_logprobs(raw: Tensor, tokens: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities of tokens [m] by logits raw [m, vocab_size]; the likeliest tokens, and theirs [m, width]."""
     logprobs = torch.log_softmax(raw, dim=-1)
-    chosen = logprobs.gather(1, torch.from_numpy(tokens[wanting]).to(raw.device)[:, None])[:, 0].tolist()
-    counts = np.minimum(rows.num_logprobs[wanting], raw.shape[1])
-    values, ids = (part.tolist() for part in torch.topk(logprobs, int(counts.max()), dim=-1))
+    values, ids = torch.topk(logprobs, width, dim=-1)
+    return logprobs.gather(1, tokens[:, None])[:, 0], ids, values
+
+
+def row_logprobs(
+    wanting: NDArray[np.int64],
+    chosen: NDArray[np.floating[Any]],
+    ids: NDArray[np.int64],
+    values: NDArray[np.floating[Any]],
+    rows: SamplingRows,
+) -> tuple[RowLogprobs, ...]:
+    """What `gather_logprobs` found for the rows `wanting` [m]; of each as many as it asks for."""
+    counts = np.minimum(rows.num_logprobs[wanting], ids.shape[1])
     return tuple(
-        RowLogprobs(int(row), chosen[i], tuple(zip(ids[i][: counts[i]], values[i][: counts[i]], strict=True)))
-        for i, row in enumerate(wanting)
+        RowLogprobs(row, of_token, tuple(zip(row_ids[:count], row_values[:count], strict=True)))
+        for row, of_token, row_ids, row_values, count in zip(
+            wanting.tolist(), chosen.tolist(), ids.tolist(), values.tolist(), counts.tolist(), strict=True
+        )
     )

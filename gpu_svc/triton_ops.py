@@ -8,6 +8,9 @@ from gpu_svc.kv_layout import pairs_keys
 from gpu_svc.triton_kernels.layers import append_kernel, norm_kernel, rotate_kernel, silu_gate_kernel
 
 _GATE_TILE = 1024
+_NUMBERS_PER_WARP = 1024
+"""Of a row that is normalised: 32 a thread stay in registers."""
+_MAX_WARPS = 16
 
 
 class TritonOps:
@@ -77,6 +80,7 @@ def _norm(rows: Tensor, added: Tensor | None, weight: Tensor, out: Tensor, heads
     num_tokens = rows.shape[0]
     if not num_tokens:
         return
+    size_pad = triton.next_power_of_2(len(weight))
     norm_kernel[num_tokens * heads, 1](
         rows,
         rows if added is None else added,
@@ -88,6 +92,7 @@ def _norm(rows: Tensor, added: Tensor | None, weight: Tensor, out: Tensor, heads
         eps,
         HEADS=heads,
         SIZE=len(weight),
-        SIZE_PAD=triton.next_power_of_2(len(weight)),
+        SIZE_PAD=size_pad,
         HAS_ADDED=added is not None,
+        num_warps=min(max(size_pad // _NUMBERS_PER_WARP, 1), _MAX_WARPS),
     )

@@ -1,5 +1,7 @@
 """Attention on the device: one small interface, `AttentionBackend`, and its implementations."""
 
+import logging
+
 import torch
 
 from gpu_svc.attention.backend import AttentionBackend, DecodeAttention, PrefillAttention
@@ -19,12 +21,26 @@ __all__ = [
 ]
 
 
+logger = logging.getLogger(__name__)
+
+
 def make_backend(spec: ModelSpec, shape: KvShape, dtype: torch.dtype, device: torch.device) -> AttentionBackend:
-    """The device's own; `dtype` is the compute type."""
+    """The device's own; `dtype` is the compute type. On cuda that is tried first, and what fails is not used."""
     if device.type == "cpu":
         return CpuAttention(spec, shape, dtype)
+    by_torch = TorchAttention(spec, shape.block_tokens, dtype, device)
     if not has_triton(device):
-        return TorchAttention(spec, shape.block_tokens, dtype, device)
+        return by_torch
     from gpu_svc.attention.triton_backend import TritonAttention  # Torch for CPUs brings no Triton.
+    from gpu_svc.kernel_trial import attention_failure
 
-    return TritonAttention(spec, shape.block_tokens, dtype, device)
+    if spec.head_dim % 2:
+        failure: str | None = f"heads of {spec.head_dim} numbers"
+    else:
+        by_triton = TritonAttention(spec, shape.block_tokens, dtype, device)
+        failure = attention_failure(by_triton, by_torch, spec, shape.block_tokens, dtype, shape.dtype, device)
+    if failure:
+        logger.warning("attention is torch's, not Triton's: %s", failure)
+        return by_torch
+    logger.info("attention uses Triton's kernels")
+    return by_triton

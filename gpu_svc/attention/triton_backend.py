@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import gcd
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpu_svc.attention.backend import PrefillAttention
+from gpu_svc.attention.launches import AttentionLaunch, Gpu
 from gpu_svc.attention.torch_backend import TorchAttention
 from gpu_svc.kv_layout import KvBlocks, pairs_keys
 from gpu_svc.triton_kernels.attention import combine_kernel, decode_kernel, prefill_kernel
@@ -18,16 +20,13 @@ from svc_common.model.spec import ModelSpec
 
 _MIN_DOT = 16
 """Least rows, columns and depth of a tile that `tl.dot` takes."""
-_PREFILL_ROWS = 64
-_TILE_BYTES = 16 * 2**10
-"""Of keys in the compute type; as many again of values."""
 _MIN_SPLIT_TOKENS = 256
 _PROGRAMS_PER_PROCESSOR = 4
-_INTERPRETED_PROCESSORS = 8
+_COMBINED_SPLITS = 16
 _DOT_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Constants:
     """What all launches of a model share."""
 
@@ -40,35 +39,49 @@ class _Constants:
     softcap: float
     windows: tuple[int, ...]
     """By layer; 0: none."""
-    num_processors: int
+    gpu: Gpu
+
+    @property
+    def num_processors(self) -> int:
+        return self.gpu.num_processors
 
     @property
     def dim_pad(self) -> int:
-        return max(_padded(self.head_dim), _MIN_DOT)
+        # Paired keys are multiplied half by half.
+        return max(_padded(self.head_dim), 2 * _MIN_DOT)
 
-    @property
-    def tile(self) -> int:
-        return min(max(_TILE_BYTES // (self.dim_pad * self.dtype.itemsize), _MIN_DOT), 128)
+    @cached_property
+    def launch(self) -> AttentionLaunch:
+        return AttentionLaunch.of(self.gpu, self.dim_pad, self.dtype)
 
-    def of_call(self, layer_blocks: Tensor, layer: int, rows: int) -> dict[str, object]:
-        """Arguments by name that both kernels of attention take."""
+    @cached_property
+    def _of_all_calls(self) -> dict[str, object]:
         return {
-            "window": self.windows[layer],
             "scale": self.scale,
             "softcap": self.softcap,
-            "block_stride": layer_blocks.stride(0),
-            "value_offset": layer_blocks.stride(1),
             "HEAD_DIM": self.head_dim,
             "DIM_PAD": self.dim_pad,
             "GROUP": self.group,
             "BLOCK_TOKENS": self.block_tokens,
-            "PAIRED_KEYS": pairs_keys(layer_blocks.dtype),
-            "TILE": self.tile,
-            "ROWS": rows,
-            "HAS_WINDOW": self.windows[layer] > 0,
+            "RUN": gcd(self.block_tokens, self.launch.tile),
+            "TILE": self.launch.tile,
             "HAS_SOFTCAP": self.softcap > 0,
             # The interpreter takes 16-bit factors for what they are not.
             "DOT_TYPE": tl.float32 if triton.knobs.runtime.interpret else _DOT_TYPES[self.dtype],
+            "num_stages": self.launch.num_stages,
+        }
+
+    def of_call(self, layer_blocks: Tensor, layer: int, rows: int, num_warps: int) -> dict[str, object]:
+        """Arguments by name that both kernels of attention take."""
+        return {
+            **self._of_all_calls,
+            "window": self.windows[layer],
+            "block_stride": layer_blocks.stride(0),
+            "value_offset": layer_blocks.stride(1),
+            "PAIRED_KEYS": pairs_keys(layer_blocks.dtype),
+            "ROWS": rows,
+            "HAS_WINDOW": self.windows[layer] > 0,
+            "num_warps": num_warps,
         }
 
 
@@ -77,10 +90,17 @@ class TritonAttention:
 
     reads_tails = False
 
-    def __init__(self, spec: ModelSpec, block_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
-        """`dtype` is the compute type; the cache's own may differ."""
+    def __init__(
+        self, spec: ModelSpec, block_tokens: int, dtype: torch.dtype, device: torch.device, gpu: Gpu | None = None
+    ) -> None:
+        """`dtype` is the compute type; the cache's own may differ. `gpu` to launch for: by default what `device` is.
+
+        Raises ValueError for heads of an odd size, whose keys don't come in pairs.
+        """
+        if spec.head_dim % 2:
+            raise ValueError(f"heads of {spec.head_dim} numbers: the kernels take even sizes")
         self._device = device
-        self._on_host = TorchAttention(spec, block_tokens, dtype, device)
+        self._torch = TorchAttention(spec, block_tokens, dtype, device)
         self._constants = _Constants(
             spec.head_dim,
             spec.num_q_heads // spec.num_kv_heads,
@@ -90,16 +110,16 @@ class TritonAttention:
             spec.softmax_scale,
             spec.attention_softcap,
             tuple(layer.sliding_window for layer in spec.layers),
-            torch.cuda.get_device_properties(device).multi_processor_count
-            if device.type == "cuda"
-            else _INTERPRETED_PROCESSORS,
+            gpu or Gpu.of(device),
         )
 
     def decode(self, context_tokens: NDArray[np.int64], block_tables: NDArray[np.int32]) -> "_TritonDecode":
         return _TritonDecode(self._constants, context_tokens, block_tables, self._device)
 
-    def prefill(self, start: int, num_tokens: int, blocks: NDArray[np.int32]) -> "_TritonPrefill":
-        return _TritonPrefill(self._constants, self._on_host, start, num_tokens, blocks, self._device)
+    def prefill(self, start: int, num_tokens: int, blocks: NDArray[np.int32]) -> PrefillAttention:
+        if self._constants.gpu.prefers_torch_prefill(self._constants.dtype):
+            return self._torch.prefill(start, num_tokens, blocks)
+        return _TritonPrefill(self._constants, self._torch, start, num_tokens, blocks, self._device)
 
 
 class _TritonDecode:
@@ -144,7 +164,9 @@ class _TritonDecode:
             split_tokens=-(-longest // num_splits),
             q_token_stride=q.stride(0),
             table_stride=self._tables.stride(0),
-            **constants.of_call(layer_blocks, layer, max(_padded(constants.group), _MIN_DOT)),
+            **constants.of_call(
+                layer_blocks, layer, max(_padded(constants.group), _MIN_DOT), constants.launch.decode_warps
+            ),
         )
         combine_kernel[num_sequences, constants.group * constants.num_kv_heads](
             self._summed,
@@ -154,7 +176,7 @@ class _TritonDecode:
             num_splits=num_splits,
             HEAD_DIM=constants.head_dim,
             DIM_PAD=constants.dim_pad,
-            SPLITS=_padded(num_splits),
+            SPLITS=_COMBINED_SPLITS,
         )
 
 
@@ -183,7 +205,8 @@ class _TritonPrefill:
 
     def run(self, layer: int, q: Tensor, layer_blocks: Tensor, out: Tensor) -> None:
         constants, (start, num_tokens, _) = self._constants, self._chunk
-        num_tiles = -(-num_tokens * constants.group // _PREFILL_ROWS)
+        rows = constants.launch.prefill_rows
+        num_tiles = -(-num_tokens * constants.group // rows)
         prefill_kernel[num_tiles, constants.num_kv_heads](
             q,
             layer_blocks,
@@ -193,7 +216,7 @@ class _TritonPrefill:
             num_tokens,
             q_token_stride=q.stride(0),
             out_token_stride=out.stride(0),
-            **constants.of_call(layer_blocks, layer, _PREFILL_ROWS),
+            **constants.of_call(layer_blocks, layer, rows, constants.launch.prefill_warps),
         )
 
     def run_on_host(self, layer: int, q: Tensor, layer_blocks: KvBlocks, kv: Tensor, out: Tensor) -> None:

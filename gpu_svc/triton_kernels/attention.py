@@ -10,6 +10,38 @@ import triton.language as tl
 
 
 @triton.jit
+def _scores(
+    q,  # [ROWS, DIM_PAD]
+    keys,  # of the layer, at this KV head's part of block 0
+    places,  # [TILE] of each token's dimension 0, counted from there; without `within` times the step between tokens
+    within,  # [TILE] of each token in its block
+    here,  # [TILE]
+    HEAD_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    PAIRED_KEYS: tl.constexpr,
+    DOT_TYPE: tl.constexpr,
+):
+    """[ROWS, TILE]. Neighbours in memory are tokens, so that is what a thread reads in one piece."""
+    if PAIRED_KEYS:
+        # Two dimensions of a token are one word: even and odd ones are multiplied by themselves.
+        HALF: tl.constexpr = DIM_PAD // 2
+        even, odd = tl.split(tl.reshape(q, [ROWS, HALF, 2]))
+        pairs = tl.arange(0, HALF)
+        words = keys.to(tl.pointer_type(tl.int32)) + (places // 2 + within)[None, :] + pairs[:, None] * BLOCK_TOKENS
+        word = tl.load(words, mask=(pairs < HEAD_DIM // 2)[:, None] & here[None, :], other=0)
+        low = word.to(tl.int16).to(tl.bfloat16, bitcast=True).to(q.dtype).to(DOT_TYPE)
+        high = (word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True).to(q.dtype).to(DOT_TYPE)
+        scores = tl.dot(even.to(DOT_TYPE), low, input_precision="ieee")
+        return tl.dot(odd.to(DOT_TYPE), high, scores, input_precision="ieee")
+    dims = tl.arange(0, DIM_PAD)
+    numbers = keys + (places + within)[None, :] + dims[:, None] * BLOCK_TOKENS
+    found = tl.load(numbers, mask=(dims < HEAD_DIM)[:, None] & here[None, :], other=0.0)
+    return tl.dot(q.to(DOT_TYPE), found.to(q.dtype).to(DOT_TYPE), input_precision="ieee")
+
+
+@triton.jit
 def _attend(
     q,  # [ROWS, DIM_PAD]
     positions,  # [ROWS] of each row's token; it sees tokens up to its own
@@ -26,6 +58,7 @@ def _attend(
     DIM_PAD: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     PAIRED_KEYS: tl.constexpr,
+    RUN: tl.constexpr,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
@@ -34,22 +67,22 @@ def _attend(
 ):
     """Weighted sum of values [ROWS, DIM_PAD], not yet divided; the largest score and the sum of weights, [ROWS]."""
     log2_e = 1.4426950408889634
-    num_paired: tl.constexpr = HEAD_DIM // 2 * 2 if PAIRED_KEYS else 0
     dims = tl.arange(0, DIM_PAD)
-    # Where a key's dimension lies for the block's first token, and how far apart its tokens are.
-    key_dims = tl.where(dims < num_paired, dims // 2 * (2 * BLOCK_TOKENS) + dims % 2, dims * BLOCK_TOKENS)
-    key_steps = tl.where(dims < num_paired, 2, 1)
     summed = tl.zeros([ROWS, DIM_PAD], tl.float32)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    for first in range(start, end, TILE):
-        tokens = first + tl.arange(0, TILE)
-        here = tokens < end
-        blocks = tl.load(table + tokens // BLOCK_TOKENS, mask=here, other=0).to(tl.int64) * block_stride
+    for first in range(start // RUN * RUN, end, TILE):
+        tokens = tl.multiple_of(first, RUN) + tl.arange(0, TILE)
+        here = (tokens >= start) & (tokens < end)
+        # Keys are read run by run: what lies beyond the end in the same block is a token nobody sees.
+        run_here = tokens // RUN * RUN < end
+        blocks = tl.load(table + tokens // BLOCK_TOKENS, mask=run_here, other=0).to(tl.int64)
+        blocks = tl.max_constancy(blocks * block_stride, RUN)
         within = tokens % BLOCK_TOKENS
-        key_places = blocks[None, :] + key_dims[:, None] + within[None, :] * key_steps[:, None]
-        keys = tl.load(cache + key_places, mask=(dims < HEAD_DIM)[:, None] & here[None, :], other=0.0)
-        scores = tl.dot(q.to(DOT_TYPE), keys.to(q.dtype).to(DOT_TYPE), input_precision="ieee") * scale
+        scores = (
+            _scores(q, cache, blocks, within, run_here, HEAD_DIM, DIM_PAD, ROWS, BLOCK_TOKENS, PAIRED_KEYS, DOT_TYPE)
+            * scale
+        )
         if HAS_SOFTCAP:
             scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)  # tanh
         seen = here[None, :] & (tokens[None, :] <= positions[:, None])
@@ -70,7 +103,7 @@ def _attend(
     return summed, peak, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start", "num_tokens"], do_not_specialize_on_alignment=["table"])
 def prefill_kernel(
     q,
     cache,
@@ -90,6 +123,7 @@ def prefill_kernel(
     GROUP: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     PAIRED_KEYS: tl.constexpr,
+    RUN: tl.constexpr,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
@@ -125,6 +159,7 @@ def prefill_kernel(
         DIM_PAD,
         BLOCK_TOKENS,
         PAIRED_KEYS,
+        RUN,
         TILE,
         ROWS,
         HAS_WINDOW,
@@ -136,7 +171,10 @@ def prefill_kernel(
     tl.store(out + row_tokens[:, None].to(tl.int64) * out_token_stride + places, attended, mask=here)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["split_tokens", "table_stride"],
+    do_not_specialize_on_alignment=["tables", "context_tokens"],
+)
 def decode_kernel(
     q,
     cache,
@@ -157,6 +195,7 @@ def decode_kernel(
     GROUP: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     PAIRED_KEYS: tl.constexpr,
+    RUN: tl.constexpr,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
@@ -190,6 +229,7 @@ def decode_kernel(
         DIM_PAD,
         BLOCK_TOKENS,
         PAIRED_KEYS,
+        RUN,
         TILE,
         ROWS,
         HAS_WINDOW,
@@ -206,7 +246,7 @@ def decode_kernel(
     tl.store(logs_out + part, tl.where(seen, peak + tl.log2(total), float("-inf")), mask=rows < GROUP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def combine_kernel(
     summed,
     logs,
@@ -215,16 +255,26 @@ def combine_kernel(
     num_splits,
     HEAD_DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr,  # at a time
 ):
     """Programs: (sequences, query heads). Adds up the parts of a context, each by its share of the weights."""
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    splits, dims = tl.arange(0, SPLITS), tl.arange(0, DIM_PAD)
-    part = (sequence * tl.num_programs(1) + head) * num_splits + splits
-    part_logs = tl.load(logs + part, mask=splits < num_splits, other=float("-inf"))
-    shares = tl.exp2(part_logs - tl.max(part_logs, 0))
-    shares = shares / tl.sum(shares, 0)
-    here = (splits < num_splits)[:, None] & (dims < HEAD_DIM)[None, :]
-    parts = tl.load(summed + part[:, None] * HEAD_DIM + dims[None, :], mask=here, other=0.0)
-    attended = tl.sum(parts * shares[:, None], 0).to(out.dtype.element_ty)
+    dims = tl.arange(0, DIM_PAD)
+    first_part = (sequence * tl.num_programs(1) + head) * num_splits
+    attended = tl.zeros([DIM_PAD], tl.float32)
+    peak = tl.full([], float("-inf"), tl.float32)
+    total = tl.zeros([], tl.float32)
+    for first in range(0, num_splits, SPLITS):
+        splits = first + tl.arange(0, SPLITS)
+        part_logs = tl.load(logs + first_part + splits, mask=splits < num_splits, other=float("-inf"))
+        # The first part of a context is never empty, so from the first turn on this is a number.
+        new_peak = tl.maximum(peak, tl.max(part_logs, 0))
+        shares = tl.exp2(part_logs - new_peak)
+        shrink = tl.exp2(peak - new_peak)
+        here = (splits < num_splits)[:, None] & (dims < HEAD_DIM)[None, :]
+        parts = tl.load(summed + (first_part + splits)[:, None] * HEAD_DIM + dims[None, :], mask=here, other=0.0)
+        attended = attended * shrink + tl.sum(parts * shares[:, None], 0)
+        total = total * shrink + tl.sum(shares, 0)
+        peak = new_peak
+    attended = (attended / total).to(out.dtype.element_ty)
     tl.store(out + sequence * out_token_stride + head * HEAD_DIM + dims, attended, mask=dims < HEAD_DIM)

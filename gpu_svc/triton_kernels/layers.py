@@ -72,7 +72,7 @@ def silu_gate_kernel(inner, out, row_stride, SIZE: tl.constexpr, TILE: tl.conste
     tl.store(out + row * SIZE + places, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["blocks", "offsets"])
 def append_kernel(
     kv,
     cache,

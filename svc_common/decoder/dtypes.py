@@ -32,6 +32,8 @@ KV_DTYPES: dict[KvDTypeName, torch.dtype] = {
 _DECODE_TOKENS = 16
 _PREFILL_TOKENS = 256
 _CLEARLY_FASTER = 1.3
+_FIRST_WITH_BF16 = (8, 0)
+"""Compute capability: Ampere's."""
 # Matrices that together exceed most caches, so that decodes read weights from memory as they do in an iteration, and
 # of at most so many weights, so that start-up takes a fraction of a second whatever the model's size.
 _NUM_MATRICES = 4
@@ -51,14 +53,18 @@ def choose_compute_dtype(
 
     16-bit weights are half as much to read, which decides small batches; large ones gain only where the CPU multiplies
     16-bit numbers faster. fp16 is a candidate only for checkpoints that were made in it: others may exceed its range.
-    int8 and int4 change tokens and are never chosen by themselves. Raises ConfigError for them on a GPU.
+    int8 and int4 change tokens and are never chosen by themselves. Raises ConfigError for them on a GPU, and for bf16
+    on one that computes none.
     """
+    lacks_bf16 = device.type == "cuda" and torch.cuda.get_device_capability(device) < _FIRST_WITH_BF16
     if configured != "auto":
         if is_quantised(configured) and device.type != "cpu":
             raise ConfigError(f'gpu.dtype "{configured}" is for device "cpu"; on {device.type} it is not built')
+        if configured == "bf16" and lacks_bf16:
+            raise ConfigError('gpu.dtype "bf16": this GPU computes none; "fp16", "fp32" and "auto" are possible')
         return configured
     if device.type != "cpu":
-        return spec.checkpoint_dtype
+        return _without_bf16(spec) if lacks_bf16 and spec.checkpoint_dtype == "bf16" else spec.checkpoint_dtype
     candidates: tuple[FloatTypeName, ...] = ("fp32", "fp16") if spec.checkpoint_dtype == "fp16" else ("fp32", "bf16")
     measured = {name: _measure(spec, name) for name in candidates}
     chosen = pick_fastest(measured)
@@ -71,6 +77,13 @@ def choose_compute_dtype(
             for name, (decode_s, prefill_s) in measured.items()
         ),
     )
+    return chosen
+
+
+def _without_bf16(spec: ModelSpec) -> FloatTypeName:
+    """Gemma's hidden states are known to exceed fp16; of others one that does ends with an error, never unnoticed."""
+    chosen: FloatTypeName = "fp32" if "gemma" in spec.architecture.lower() else "fp16"
+    logger.warning("this GPU computes no bf16, the checkpoint's type: computing in %s", chosen)
     return chosen
 
 

@@ -1,33 +1,13 @@
 """Filters against a plain reference, draws against the distribution, rows against their neighbours."""
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support.sampling import sampling_rows as rows
 
 from gpu_svc.sampling import SamplingRows, sample
-
-
-def rows(num: int, **columns: Any) -> SamplingRows:
-    """Columns may be scalars or sequences; greedy by default."""
-    defaults: dict[str, Any] = {
-        "temperature": 0.0,
-        "top_k": 0,
-        "top_p": 1.0,
-        "min_p": 0.0,
-        "seed": 1,
-        "draw": 0,
-        "num_logprobs": -1,
-    }
-    types = {"temperature": "f4", "top_k": "i4", "top_p": "f4", "min_p": "f4", "seed": "u8", "draw": "i8"}
-    return SamplingRows(
-        **{
-            name: np.broadcast_to(np.array(columns.get(name, default), types.get(name, "i4")), num).copy()
-            for name, default in defaults.items()
-        }
-    )
 
 
 def plain_distribution(

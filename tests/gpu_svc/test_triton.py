@@ -11,7 +11,9 @@ from support.gpu import CPU, Driver, open_model
 from support.paged_attention import HEAD_DIM, fill, plain, spec
 from support.reference import Reference
 
-from gpu_svc.attention.triton_backend import TritonAttention
+from gpu_svc.attention.launches import Gpu
+from gpu_svc.attention.torch_backend import _TorchPrefill
+from gpu_svc.attention.triton_backend import TritonAttention, _TritonPrefill
 from gpu_svc.kv_cache import KvShape, write_kv_by_index
 from gpu_svc.kv_layout import KvBlocks
 from gpu_svc.triton_ops import TritonOps, append_kv
@@ -104,6 +106,22 @@ def test_in_16_bits_only_the_result_is_rounded_further(dtype: torch.dtype) -> No
     torch.testing.assert_close(out.double(), expected, rtol=2 * eps, atol=2 * eps)
 
 
+def test_prompts_on_turing_are_torchs() -> None:
+    """Whose kernels use its tensor cores; in fp32 nobody's do."""
+    torch.manual_seed(0)
+    turing = Gpu(capability=75, num_processors=40)
+    for dtype, kind in ((torch.float16, _TorchPrefill), (torch.float32, _TritonPrefill)):
+        blocks, tables, (kv,) = fill([40], 2, 16, "fp16")
+        q = torch.randn(5, 6, HEAD_DIM).to(dtype)
+        attention = TritonAttention(spec(6, 2), 16, dtype, CPU, turing).prefill(35, 5, tables[0])
+        assert isinstance(attention, kind)
+        out = torch.full_like(q, float("nan"))
+        attention.run(1, q, blocks, out)
+        expected = plain(q.float(), *kv, torch.arange(35, 40), None, 0.0)
+        limit = max(4 * torch.finfo(dtype).eps, 1e-5)
+        torch.testing.assert_close(out.double(), expected, rtol=limit, atol=limit)
+
+
 def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
@@ -190,3 +208,24 @@ def test_whole_models_yield_the_reference_tokens(
         driver.run(SubBatch(gpu_decodes=(1, 2)))
     for sequence_id, prompt in prompts.items():
         assert driver.tokens[sequence_id] == reference(variant).greedy(prompt, 5)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_a_cache_of_more_numbers_than_32_bits_count(dtype: str) -> None:
+    """Its memory is only touched where the sequence lies, at the end."""
+    block_tokens, num_tokens, kv_heads = 16, 20, 2
+    numbers_each = 2 * kv_heads * block_tokens * HEAD_DIM
+    num_blocks = 2**31 // numbers_each + 2
+    blocks = torch.empty(num_blocks, 2, kv_heads, block_tokens * HEAD_DIM, dtype=DTYPES[dtype])
+    blocks[-2:] = float("nan")  # Behind the sequence nothing counts.
+    table = torch.tensor([num_blocks - 1, num_blocks - 2])
+    kv, q = numbers(num_tokens, 2, kv_heads, HEAD_DIM, dtype=DTYPES[dtype]), numbers(1, 4, HEAD_DIM)
+    positions = torch.arange(num_tokens)
+    append_kv(blocks, table[positions // block_tokens], positions % block_tokens, kv)
+    attention, tables = backend((4, kv_heads), None, 0.0, block_tokens), table[None].numpy().astype(np.int32)
+    expected = plain(q, *kv.float().unbind(1), torch.tensor([num_tokens - 1]), None, 0.0)
+    decoded, prefilled = torch.empty_like(q), torch.empty_like(q)
+    attention.decode(np.array([num_tokens]), tables).run(1, q, blocks, decoded)
+    attention.prefill(num_tokens - 1, 1, tables[0]).run(1, q, blocks, prefilled)
+    torch.testing.assert_close(decoded.double(), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(prefilled.double(), expected, rtol=1e-4, atol=1e-5)

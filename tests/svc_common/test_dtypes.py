@@ -1,6 +1,7 @@
 """The choice of the compute type from measured times, as configured and by device."""
 
 import logging
+from dataclasses import replace
 from typing import Literal
 
 import pytest
@@ -24,8 +25,25 @@ def test_what_is_configured_is_taken() -> None:
     assert choose_compute_dtype("fp16", SPEC, torch.device("cpu")) == "fp16"
 
 
-def test_a_gpu_computes_in_the_type_of_the_checkpoint() -> None:
-    assert choose_compute_dtype("auto", SPEC, torch.device("cuda")) == "bf16"
+CUDA = torch.device("cuda")
+
+
+def test_a_gpu_computes_in_the_type_of_the_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert choose_compute_dtype("auto", SPEC, CUDA) == "bf16"
+    assert choose_compute_dtype("bf16", SPEC, CUDA) == "bf16"
+
+
+def test_a_gpu_without_bf16_computes_in_another_type(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert choose_compute_dtype("auto", SPEC, CUDA) == "fp16"
+    assert "this GPU computes no bf16, the checkpoint's type: computing in fp16" in caplog.text
+    assert choose_compute_dtype("auto", replace(SPEC, architecture="Gemma2ForCausalLM"), CUDA) == "fp32"
+    assert choose_compute_dtype("auto", replace(SPEC, checkpoint_dtype="fp32"), CUDA) == "fp32"
+    with pytest.raises(ConfigError, match=r'gpu\.dtype "bf16": this GPU computes none'):
+        choose_compute_dtype("bf16", SPEC, CUDA)
 
 
 def test_auto_on_a_cpu_says_what_it_measured(caplog: pytest.LogCaptureFixture) -> None:
@@ -37,10 +55,11 @@ def test_auto_on_a_cpu_says_what_it_measured(caplog: pytest.LogCaptureFixture) -
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
-def test_quantised_weights_are_the_cpus(dtype: Literal["int8", "int4"]) -> None:
+def test_quantised_weights_are_the_cpus(dtype: Literal["int8", "int4"], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert choose_compute_dtype(dtype, SPEC, torch.device("cpu")) == dtype
     with pytest.raises(ConfigError, match=f'gpu.dtype "{dtype}" is for device "cpu"; on cuda it is not built'):
-        choose_compute_dtype(dtype, SPEC, torch.device("cuda"))
+        choose_compute_dtype(dtype, SPEC, CUDA)
 
 
 def test_keys_and_values_are_not_quantised_with_the_weights() -> None:
