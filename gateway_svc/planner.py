@@ -113,6 +113,14 @@ class Planner:
         except grpc.RpcError:
             return False
 
+    async def is_there(self) -> bool:
+        """Whether the process lives: it answers, ready or not, or does not get round to it."""
+        try:
+            await self._link.stub.health.Check(READY_REQUEST, timeout=_CHECK_TIMEOUT_S)
+        except grpc.RpcError as error:
+            return error.code() is not grpc.StatusCode.UNAVAILABLE
+        return True
+
     async def iterations(self, seconds: float) -> AsyncGenerator[executor_pb2.IterationTrace, None]:
         """Those that run in the next `seconds`, traced for as long as this is not closed. Raises NeoflexError."""
         call: TraceCall = self._link.stub.tracing.TraceIterations(

@@ -30,7 +30,7 @@ class RestartPolicy:
     """How often, and how soon, a child that died is started again."""
 
     max_restarts: int = 5
-    """In a row; then the supervisor gives up."""
+    """In a row; then the supervisor gives up. Orderly exits, with code 0, don't count."""
     first_backoff_s: float = 0.5
     max_backoff_s: float = 8.0
     stable_s: float = 60.0
@@ -99,12 +99,16 @@ class SupervisedProcess:
             ending = f"{self.command.name} {describe_exit(code)}"
             if time.monotonic() - started >= self._policy.stable_s:
                 num_restarts = 0
-            if not self._may_restart or num_restarts == self._policy.max_restarts:
+            is_given_up = code != 0 and num_restarts == self._policy.max_restarts
+            if not self._may_restart or is_given_up:
                 self.failure = f"{ending} after {num_restarts} restarts" if num_restarts else ending
                 return
             backoff_s = self._policy.backoff_s(num_restarts)
-            num_restarts += 1
-            self._on_event(f"{ending}; restart {num_restarts} of {self._policy.max_restarts} in {backoff_s:g} s")
+            if code == 0:  # Somebody told it to stop: no fault, and no limit to how often.
+                self._on_event(f"{ending}; started again in {backoff_s:g} s")
+            else:
+                num_restarts += 1
+                self._on_event(f"{ending}; restart {num_restarts} of {self._policy.max_restarts} in {backoff_s:g} s")
             if self._stopping.wait(backoff_s):
                 return
 

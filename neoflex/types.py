@@ -303,6 +303,8 @@ class ServerInfo:
     """None before the executor's first epoch."""
     not_ready: str = ""
     """Why no request would be served now; empty where one would be."""
+    cpu_attention_addresses: tuple[str, ...] = ()
+    """Where the planner reaches the CPU attention services, in the order of the configuration."""
 
 
 @dataclass(frozen=True, slots=True)

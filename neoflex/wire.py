@@ -238,6 +238,7 @@ def server_info(response: pb.GetServerInfoResponse) -> ServerInfo:
         calibration=_calibration(response.calibration) if response.HasField("calibration") else None,
         memory_use=_memory_use(response.memory_use) if response.HasField("memory_use") else None,
         not_ready=response.not_ready,
+        cpu_attention_addresses=tuple(response.cpu_attention_addresses),
     )
 
 

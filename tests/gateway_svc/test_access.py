@@ -30,7 +30,7 @@ def authority(tmp_path: Path) -> Authority:
 @asynccontextmanager
 async def gateway(planner_address: str, **sections: dict[str, Any]) -> AsyncIterator[GatewayServer]:
     """With these sections of the configuration."""
-    own = {"listen": "127.0.0.1:0", **sections.pop("gateway", {})}
+    own = {"listen": "127.0.0.1:0", "min_drain_s": 0, **sections.pop("gateway", {})}
     planner = {"listen": planner_address, **sections.pop("planner", {})}
     config = parse({"gateway": own, "planner": planner, **sections}, "test")
     server = GatewayServer(config.gateway or GatewayConfig(), planner_address, 5, access=access_of(config))

@@ -156,6 +156,26 @@ def test_it_gives_up_on_a_child_that_keeps_dying(bench: Bench) -> None:
     until(has_failed)
 
 
+def test_orderly_exits_are_no_restarts(bench: Bench) -> None:
+    """However many; the count of deaths goes on where it was."""
+    todo = bench.diary.with_name("todo")
+    script = (
+        f"import pathlib, time; p = pathlib.Path({str(todo)!r})\nexec(p.read_text() if p.exists() else 'time.sleep(600)')"
+    )
+    stack = bench.stack(policy=NOT_AGAIN, argv={"gpu_svc": (sys.executable, "-c", script)})
+    stack.start()
+    stack.wait_ready(60)
+    todo.write_text("exit(0)")
+    os.kill(stack.pids["gpu_svc"], signal.SIGKILL)
+    until(lambda: len(bench.events) > 6)
+    todo.write_text("exit(3)")
+    until(lambda: stack._children["gpu_svc"].failure is not None)
+    assert stack._children["gpu_svc"].failure == "gpu_svc exited with code 3 after 2 restarts"
+    assert bench.events[0] == "gpu_svc was ended by SIGKILL; restart 1 of 2 in 0.01 s"
+    assert set(bench.events[1:-1]) == {"gpu_svc exited with code 0; started again in 0.01 s"}
+    assert bench.events[-1] == "gpu_svc exited with code 3; restart 2 of 2 in 0.01 s"
+
+
 def test_restarts_back_off_up_to_a_limit() -> None:
     policy = RestartPolicy(first_backoff_s=0.5, max_backoff_s=3)
     assert [policy.backoff_s(n) for n in range(5)] == [0.5, 1, 2, 3, 3]
