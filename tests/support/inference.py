@@ -49,6 +49,7 @@ class ScriptedInference(inference_pb2_grpc.InferenceServiceServicer):
         self.num_refused = 0
         """Of those that said "busy twice"."""
         self.stream_cancelled = threading.Event()
+        self.cpu_attention_addresses: tuple[str, ...] = ()
 
     async def Generate(self, request: pb.GenerateRequest, context: Context[Any, Any]) -> pb.GenerateResponse:
         self._accept(request)
