@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from neoflex import child
@@ -23,6 +23,8 @@ class ServiceCommand:
     name: str
     argv: tuple[str, ...]
     log_path: Path
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """On top of the supervisor's own, which wins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,7 @@ class SupervisedProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=_without_ours(os.environ),
+                env={**self.command.environment, **_without_ours(os.environ)},
                 # Ctrl-C in a terminal reaches the supervisor alone, which ends the children in order.
                 start_new_session=True,
             )

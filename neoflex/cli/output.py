@@ -33,10 +33,15 @@ def starting() -> Status:
     return err.status(STARTING)
 
 
-def explain_device(device: str, indent: int = 0) -> None:
-    """For those who wonder what "the GPU" is in numbers from a machine without one."""
-    if device == "cpu":
-        err.print(" " * indent + "no GPU here: torch on the CPU plays the GPU, in a process of its own", style="dim")
+def describe_device(device: str) -> str:
+    """For those who wonder what "the GPU" is in numbers from a machine without one; empty where there is one."""
+    return "no GPU here: torch on the CPU plays the GPU, in a process of its own" if device == "cpu" else ""
+
+
+def explain_device(device: str) -> None:
+    """Prints that."""
+    if explanation := describe_device(device):
+        err.print(explanation, style="dim")
 
 
 def describe_kv(server: ServerInfo, model: ModelInfo) -> str:

@@ -50,7 +50,9 @@ def handshake_trouble(details: str, address: str, greeting: Greeting) -> str:
     if not greeting.speaks_tls:
         return f"{address} hangs up at once: it is likely to speak TLS alone; see {settings.tls}"
     if not greeting.has_certificate:
-        return f"no TLS with {address}: it hangs up, likely for want of a client certificate; see {settings.certificate}"
+        return (
+            f"no TLS with {address}: it hangs up, likely for want of a client certificate; see {settings.certificate}"
+        )
     return (
         f"no TLS with {address}: it hangs up, likely as the certificate shown has expired or does not come from a CA "
         f"that it trusts; see {settings.certificate}"

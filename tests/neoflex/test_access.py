@@ -92,12 +92,21 @@ def test_without_a_key_it_is_not(guarded: InferenceServer, own: Issued) -> None:
 @pytest.mark.parametrize(
     ("mistake", "said"),
     [
-        ("another name", "no TLS with {}: its certificate is for another name; see --server-name, NEOFLEX_SERVER_NAME,"),
+        (
+            "another name",
+            "no TLS with {}: its certificate is for another name; see --server-name,",
+        ),
         ("foreign CA", "no TLS with {}: its certificate does not come from a CA that is trusted here; see --ca-file,"),
         ("public CAs", "no TLS with {}: its certificate does not come from a CA that is trusted here; see --ca-file,"),
-        ("no certificate", "no TLS with {}: it hangs up, likely for want of a client certificate; see --certificate-f"),
-        ("foreign certificate", "no TLS with {}: it hangs up, likely as the certificate shown has expired or does not "),
-        ("expired certificate", "no TLS with {}: it hangs up, likely as the certificate shown has expired or does not "),
+        ("no certificate", "no TLS with {}: it hangs up, likely for want of a client certificate; see --certificate"),
+        (
+            "foreign certificate",
+            "no TLS with {}: it hangs up, likely as the certificate shown has expired or does ",
+        ),
+        (
+            "expired certificate",
+            "no TLS with {}: it hangs up, likely as the certificate shown has expired or does ",
+        ),
         ("plain", "{} hangs up at once: it is likely to speak TLS alone; see --tls and --ca-file, NEOFLEX_CA_FILE,"),
     ],
 )

@@ -15,8 +15,11 @@ from support.command import Ended, Run
 from support.inference import InferenceServer
 from support.stacks import own_environment
 
-from neoflex.cli import model, up
-from neoflex.cli.up import divide_cpu_attn, effective_config, pin_model, run_directory, with_gateway
+from neoflex.cli import model, voice
+from neoflex.cli.output import STARTING
+from neoflex.cli.supervise import print_logs, run_directory
+from neoflex.cli.up import divide_cpu_attn, effective_config, pin_model, with_gateway
+from neoflex.cli.voice import JsonVoice, PlainVoice
 from neoflex.client import Client
 from neoflex.logs import LogFollower
 from svc_common.config import Config, ConfigError, GatewayConfig
@@ -421,13 +424,40 @@ class TestUp:
                 written.append(text)
                 return len(text)
 
-        monkeypatch.setattr(up, "err", Console(file=Terminal(), width=40, color_system=None, force_terminal=True))
+        monkeypatch.setattr(voice, "err", Console(file=Terminal(), width=40, color_system=None, force_terminal=True))
         paths = {"gpu_svc": tmp_path / "gpu_svc.log", "planner_svc": tmp_path / "planner_svc.log"}
         follower = LogFollower(paths)
         paths["gpu_svc"].write_text(f"[bold] :smile: {'x' * 60}\n")
         paths["planner_svc"].write_text("listening\n")
-        up._print_logs(follower)
+        print_logs(follower, PlainVoice())
         assert written == [f"     gpu_svc | [bold] :smile: {'x' * 60}\n", " planner_svc | listening\n"]
+
+    def test_a_log_of_json_stays_one(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """Whoever speaks: a service, its last words, the supervisor, the command."""
+        own = '{"service": "gpu_svc", "message": "[bold] ready"}'
+        path = tmp_path / "gpu_svc.log"
+        follower = LogFollower({"gpu_svc": path})
+        path.write_text(f"{own}\nFatal Python error: Segmentation fault\n\n1\n")
+        speaker = JsonVoice()
+        print_logs(follower, speaker)
+        speaker.note("gpu_svc was ended by SIGSEGV; restart 1 of 5 in 0.5 s")
+        speaker.say("[bold green]ready[/] on [bold]127.0.0.1:1[/]", markup=True)
+        with speaker.starting() as spinner:
+            spinner.update("starting 1 s")
+        with pytest.raises(SystemExit):
+            speaker.fail("gpu_svc was ended by SIGSEGV\ngpu_svc | last words")
+        lines = capsys.readouterr().err.splitlines()
+        assert lines[0] == own
+        found = [json.loads(line) for line in lines[1:]]
+        assert [(item["service"], item["level"], item["message"]) for item in found] == [
+            ("gpu_svc", "ERROR", "Fatal Python error: Segmentation fault"),
+            ("gpu_svc", "ERROR", "1"),
+            ("neoflex up", "WARNING", "gpu_svc was ended by SIGSEGV; restart 1 of 5 in 0.5 s"),
+            ("neoflex up", "INFO", "ready on 127.0.0.1:1"),
+            ("neoflex up", "INFO", STARTING),
+            ("neoflex up", "CRITICAL", "gpu_svc was ended by SIGSEGV\ngpu_svc | last words"),
+        ]
+        assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", item["time"]) for item in found)
 
     def test_the_model_is_found_once_and_keeps_its_name(self, tmp_path: Path) -> None:
         path = tmp_path / "Model.Q4.gguf"

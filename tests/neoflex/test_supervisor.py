@@ -104,6 +104,22 @@ def test_addresses_of_the_environment_are_not_those_of_its_children(
     assert stack.log_paths["gpu_svc"].read_text() == "none\n"
 
 
+@pytest.mark.parametrize(
+    ("form", "own", "found"), [("json", None, "NONE"), ("json", "ERROR", "ERROR"), ("text", None, "-")]
+)
+def test_grpcs_core_is_silent_in_a_log_of_json(
+    form: str, own: str | None, found: str, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
+    if own:
+        monkeypatch.setenv("GRPC_VERBOSITY", own)
+    script = "import os, time; print(os.environ.get('GRPC_VERBOSITY', '-'), flush=True); time.sleep(600)"
+    stack = bench.stack(argv={"gpu_svc": (sys.executable, "-c", script)}, logging={"format": form})
+    stack.start()
+    until(lambda: stack.log_paths["gpu_svc"].exists() and stack.log_paths["gpu_svc"].read_text() != "")
+    assert stack.log_paths["gpu_svc"].read_text() == f"{found}\n"
+
+
 def test_a_child_that_dies_at_start_ends_it_with_its_last_words(bench: Bench) -> None:
     broken = (sys.executable, "-c", "print('no such model'); raise SystemExit(7)")
     stack = bench.stack(argv={"gpu_svc": broken})
@@ -160,7 +176,8 @@ def test_orderly_exits_are_no_restarts(bench: Bench) -> None:
     """However many; the count of deaths goes on where it was."""
     todo = bench.diary.with_name("todo")
     script = (
-        f"import pathlib, time; p = pathlib.Path({str(todo)!r})\nexec(p.read_text() if p.exists() else 'time.sleep(600)')"
+        f"import pathlib, time; p = pathlib.Path({str(todo)!r})\n"
+        "exec(p.read_text() if p.exists() else 'time.sleep(600)')"
     )
     stack = bench.stack(policy=NOT_AGAIN, argv={"gpu_svc": (sys.executable, "-c", script)})
     stack.start()

@@ -49,8 +49,8 @@ def test_the_planner_says_where_they_are(service: Service, run: Run, server: Inf
 
 
 def test_what_is_no_service_is_said_before_anybody_is_called(run: Run, tmp_path: Path) -> None:
-    for arguments in (("0",), ("70000",), ("--address", "a:1", "--index", "1"), ("--address", "nowhere"), ("--address", "a:1,b")):
-        assert run("threads", *arguments).code == 2
+    for arguments in ("0", "70000", "--address a:1 --index 1", "--address nowhere", "--address a:1,b", "--planner b"):
+        assert run("threads", *arguments.split()).code == 2
     nobody = f"unix:{tmp_path}/nobody"
     ended = run("threads", "--address", nobody)
     assert ended.code == 1
