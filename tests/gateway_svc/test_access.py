@@ -140,6 +140,21 @@ async def test_a_planner_that_refuses_it_is_the_operators_affair(tmp_path: Path)
     assert planner.fake.requests == []
 
 
+async def test_a_planner_that_speaks_tls_alone(authority: Authority, caplog: pytest.LogCaptureFixture) -> None:
+    tls = TlsFiles.of(TlsConfig.model_validate(authority.issue("planner").section))
+    async with (
+        fake_planner(door=Door(tls)) as planner,
+        gateway(planner.address) as server,
+        httpx2.AsyncClient(base_url=f"http://{server.address}") as client,
+    ):
+        responses = [await client.post(CHAT, json=HI) for _ in range(2)]
+        assert (await client.get("/health/ready")).status_code == 503
+    said = f"{planner.address} hangs up at once: it is likely to speak TLS alone; see [tls] of both services"
+    assert [response.status_code for response in responses] == [503, 503]
+    assert [response.json()["error"]["message"] for response in responses] == [said, said]
+    assert [record.getMessage() for record in caplog.records if record.name == "gateway_svc.planner"] == [said]
+
+
 async def test_headers_have_a_limit() -> None:
     async with (
         fake_planner() as planner,

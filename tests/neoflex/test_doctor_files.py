@@ -95,14 +95,10 @@ def test_keys_for_everybody(good: dict[str, Any], issued: Issued, tmp_path: Path
     keys.chmod(0o644)
     own.chmod(0o604)
     found = troubles(good)
-    for path, names in (
-        (keys, ("planner.api_keys_file", "gateway.api_keys_file")),
-        (own, ("gateway.planner_key_file",)),
-    ):
-        for name in names:
-            text = f"{name}: {path}: everybody on this machine may read it: chmod 600 {path}"
-            assert (Level.NOTE, text) in found
-    assert len(found) == 3
+    named = [("planner.api_keys_file", keys), ("gateway.api_keys_file", keys), ("gateway.planner_key_file", own)]
+    assert found == [
+        (Level.NOTE, f"{name}: {path}: everybody on this machine may read it: chmod 600 {path}") for name, path in named
+    ]
     issued.key.chmod(0o644)
     refused = [text for level, text in troubles(good) if level is Level.PROBLEM]
     assert [text.partition(", ")[0].partition(": who")[0] for text in refused] == [
