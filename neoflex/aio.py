@@ -15,8 +15,9 @@ from neoflex import errors, wire
 from neoflex.access import Access, Tls
 from neoflex.channel import DEFAULT_ADDRESS, READY_POLL_S, READY_REQUEST, check_timeout_s, is_serving
 from neoflex.errors import NeoflexError
+from neoflex.generation import Completion, Delta, Finish, GenerateOptions, Message, Usage
 from neoflex.retries import DEFAULT_RETRIES, Deadline
-from neoflex.types import Completion, Delta, Finish, GenerateOptions, Load, Message, ModelInfo, ServerInfo, Usage
+from neoflex.types import Load, ModelInfo, ServerInfo
 from neoflex.v1 import inference_pb2 as pb
 from neoflex.v1.inference_pb2_grpc import InferenceServiceStub
 from svc_common.security.handshake import Greeting, handshake_trouble

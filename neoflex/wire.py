@@ -8,25 +8,27 @@ from dataclasses import fields
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message as PbMessage
 
-from neoflex.types import (
-    CalibrationFactors,
-    ClassLoad,
+from neoflex.generation import (
     Completion,
-    Counters,
     Delta,
     Finish,
     FinishReason,
     GenerateOptions,
+    Message,
+    PositionLogprobs,
+    TokenLogprob,
+    Usage,
+)
+from neoflex.types import (
+    CalibrationFactors,
+    ClassLoad,
+    Counters,
     HostPool,
     Load,
     MemoryUse,
-    Message,
     ModelInfo,
-    PositionLogprobs,
     ServerInfo,
     ServiceClass,
-    TokenLogprob,
-    Usage,
 )
 from neoflex.v1 import inference_pb2 as pb
 

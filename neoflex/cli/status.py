@@ -21,8 +21,10 @@ from neoflex.cli.arguments import (
     connect,
 )
 from neoflex.cli.output import counter_rows, explain_device, memory_rows, out
+from neoflex.cli.tables import print_table
 from neoflex.types import CalibrationFactors, ClassLoad, HostPool, Load, ModelInfo, ServerInfo
 from svc_common.memory import size_text
+from svc_common.wording import counted
 
 
 def status(
@@ -46,7 +48,7 @@ def status(
         sys.stdout.write(json.dumps(parts) + "\n")
     else:
         out.print(_table(address, is_alive, model, server, load))
-        out.print(_classes(server, load))
+        print_table(_classes(server, load))
         if server.calibration:
             out.print(_calibration(server.calibration))
         explain_device(server.device)
@@ -141,8 +143,7 @@ def _threads(server: ServerInfo) -> str:
 def _pool(pool: HostPool, used: int, block_bytes: int) -> str:
     if pool.num_blocks == 0:
         return f"not attached: {pool.error}"
-    threads = "1 thread" if pool.num_threads == 1 else f"{pool.num_threads} threads"
-    return f"{_tier(used, pool.num_blocks, block_bytes)}, {threads}"
+    return f"{_tier(used, pool.num_blocks, block_bytes)}, {counted(pool.num_threads, 'thread')}"
 
 
 def _tier(used: int, total: int, block_bytes: int) -> str:

@@ -4,6 +4,8 @@ import asyncio
 import http.server
 import json
 import ssl
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 from support.certificates import Authority, Issued
 from support.command import Run
 from support.inference import InferenceServer, inference_server
+from support.stacks import own_environment
 from support.traces import gpu_only
 
 from neoflex import (
@@ -154,6 +157,18 @@ def test_health_says_the_same(guarded: InferenceServer, own: Issued) -> None:
     found = complaint(guarded.address, "readiness", 5, Access(Tls(own.ca, server_name="planner.internal")))
     assert found is not None
     assert found.startswith(f"no TLS with {guarded.address}: it hangs up, likely for want of a client certificate; see")
+
+
+def test_the_command_says_it_alone(guarded: InferenceServer, tmp_path: Path) -> None:
+    """Without lines of gRPC's core."""
+    foreign = Authority(tmp_path / "foreign").ca
+    options = ("--server-name", "planner.internal", "--ca-file", str(foreign))
+    command = [sys.executable, "-m", "neoflex.cli", "health", guarded.address, *options]
+    ended = subprocess.run(command, env=own_environment(), check=False, capture_output=True, text=True)
+    said = f"no TLS with {guarded.address}: its certificate does not come from a CA that is trusted here; see --ca-file"
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr.startswith(f"error: {said}")
+    assert ended.stderr.count("\n") == 1
 
 
 def test_a_socket_that_closes_is_no_matter_of_tls() -> None:

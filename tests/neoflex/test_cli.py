@@ -31,7 +31,7 @@ class TestGenerate:
     def test_streams_the_answer_and_says_what_it_took(self, run: Run, server: InferenceServer) -> None:
         ended = run("generate", "hello", "--address", server.address, "--raw", "--temperature", "0")
         assert (ended.code, ended.out) == (0, "a b c\n")
-        assert ended.err == "5 tokens in, 3 out · TTFT 250 ms · TPOT 500.0 ms · recomputed 1 times · stop\n"
+        assert ended.err == "5 tokens in, 3 out · TTFT 250 ms · TPOT 500.0 ms · recomputed once · stop\n"
         request = server.servicer.last_request
         assert request is not None
         assert (request.text, request.sampling.temperature) == ("hello", 0)
@@ -187,7 +187,7 @@ class TestStatus:
         assert lines["pool 1"] == "not attached: nothing answers at unix:/x"
         assert lines["device"] == "cpu, computes in fp32"
         assert lines["CPU attention threads"] == "2, elastic from 1 to 4"
-        assert lines["its threads grown, shrunk"] == "3, 2 times"
+        assert lines["CPU threads given, taken"] == "3 times, twice"
         assert lines["requests waiting"] == "1 of at most 1,024"
         assert lines["iterations, GPU-only"] == "40"
         assert lines["iterations, asymmetric"] == "2"
@@ -228,6 +228,18 @@ class TestStatus:
         assert ["the rest", "3.00"] in rows
         assert ["slower while both processors work", "12%"] in rows
 
+    def test_eighty_columns_are_enough(
+        self, run: Run, server: InferenceServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """No word is cut off, and no number broken."""
+        wide = run("status", "--address", server.address).out.split()
+        monkeypatch.setattr(model.out, "_width", 80)
+        narrow = run("status", "--address", server.address).out
+        assert max(map(len, narrow.splitlines())) <= 80
+        assert [word for word in narrow.split() if set(word) - set("─┌┬┐├┼┤└┴┘")] == [
+            word for word in wide if set(word) - set("─┌┬┐├┼┤└┴┘")
+        ]
+
 
 class TestModel:
     def test_list_says_what_is_here(self, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,8 +261,13 @@ class TestModel:
         path.parent.mkdir(parents=True)
         with path.open("wb") as file:
             file.truncate(BUILTIN_MODELS["smollm2-135m-instruct"].size_bytes)
-        rows = [line.split("│") for line in run("model", "list").out.splitlines() if line.startswith("│")]
-        assert "".join(row[-2].strip() for row in rows).startswith(f"{path}not here")
+        lines = run("model", "list").out.splitlines()
+        assert lines[:4] == [
+            "model smollm2-135m-instruct",
+            f"  size     {size_text(path.stat().st_size)}",
+            "  license  Apache-2.0",
+            f"  where    {path}",
+        ]
 
     def test_fetching_an_unknown_model(self, run: Run) -> None:
         ended = run("model", "fetch", "nope")
