@@ -68,16 +68,19 @@ def _table(address: str, is_alive: bool, model: ModelInfo, server: ServerInfo, l
     table.add_row("alive", "yes" if is_alive else "no", end_section=True)
     if server.memory_use:
         for place, what in memory_rows(server.memory_use):
-            table.add_row(place, what)
+            table.add_row(place, what.replace(", ", ",\n"))  # A line may be too short for all.
     on_gpu = _tier(load.gpu_blocks_used, load.gpu_blocks_total, server.block_bytes)
     on_host = _tier(load.host_blocks_used, load.host_blocks_total, server.host_block_bytes)
     table.add_row("KV on the GPU", f"{on_gpu} in {model.kv_dtype}")
+    table.add_row("  blocks", f"{load.gpu_blocks_used:,} of {load.gpu_blocks_total:,}")
     table.add_row("KV on the host", f"{on_host} in {model.host_kv_dtype}")
+    table.add_row("  blocks", f"{load.host_blocks_used:,} of {load.host_blocks_total:,}")
     if len(server.host_pools) > 1:
         for number, (pool, used) in enumerate(zip(server.host_pools, load.host_pool_blocks_used, strict=False)):
             table.add_row(f"  pool {number}", _pool(pool, used, server.host_block_bytes))
-    sizes = f"{size_text(server.block_bytes)} on the GPU, {size_text(server.host_block_bytes)} on the host"
-    table.add_row("KV block", f"{server.block_tokens} tokens, {sizes}", end_section=True)
+    table.add_row("tokens in a KV block", str(server.block_tokens))
+    table.add_row("its size on the GPU", size_text(server.block_bytes))
+    table.add_row("and on the host", size_text(server.host_block_bytes), end_section=True)
     table.add_row("requests running", str(load.running_requests))
     table.add_row("requests waiting", f"{load.waiting_requests} of at most {load.max_waiting_requests:,}")
     counters = server.counters
@@ -147,4 +150,4 @@ def _pool(pool: HostPool, used: int, block_bytes: int) -> str:
 
 
 def _tier(used: int, total: int, block_bytes: int) -> str:
-    return f"{size_text(used * block_bytes)} of {size_text(total * block_bytes)}, {used:,} of {total:,} blocks"
+    return f"{size_text(used * block_bytes)} of {size_text(total * block_bytes)}"
