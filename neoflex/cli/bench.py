@@ -52,7 +52,8 @@ class Level:
     def title(self) -> str:
         if not self.is_rate:
             return f"{self.value:g} concurrent"
-        return f"{self.value:.3g} requests/s" if self.value else "all at once"
+        unit = "request/s" if self.value == 1 else "requests/s"
+        return f"{self.value:.3g} {unit}" if self.value else "all at once"
 
 
 def bench(
