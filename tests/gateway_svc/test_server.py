@@ -256,7 +256,7 @@ async def spawn(config: Path) -> asyncio.subprocess.Process:
 
 async def test_the_process_serves_and_drains(planner: RunningPlanner, tmp_path: Path) -> None:
     config = tmp_path / "config.toml"
-    config.write_text(f'[planner]\nlisten = "{planner.address}"\n[gateway]\nlisten = "127.0.0.1:0"\n')
+    config.write_text(f'[planner]\nlisten = "{planner.address}"\n[gateway]\nlisten = "127.0.0.1:0"\nmin_drain_s = 0\n')
     hold = asyncio.Event()
     planner.fake.answer = Answer(hold=hold)
     process = await spawn(config)

@@ -100,7 +100,7 @@ def test_addresses_of_the_environment_are_not_those_of_its_children(
     script = "import os, time; print(os.environ.get('NEOFLEX_PLANNER_LISTEN', 'none'), flush=True); time.sleep(600)"
     stack = bench.stack(argv={"gpu_svc": (sys.executable, "-c", script)})
     stack.start()
-    until(lambda: stack.log_paths["gpu_svc"].exists() and stack.log_paths["gpu_svc"].read_text() != "")
+    until(lambda: stack.log_paths["gpu_svc"].exists() and stack.log_paths["gpu_svc"].read_text().endswith("\n"))
     assert stack.log_paths["gpu_svc"].read_text() == "none\n"
 
 
@@ -116,7 +116,7 @@ def test_grpcs_core_is_silent_in_a_log_of_json(
     script = "import os, time; print(os.environ.get('GRPC_VERBOSITY', '-'), flush=True); time.sleep(600)"
     stack = bench.stack(argv={"gpu_svc": (sys.executable, "-c", script)}, logging={"format": form})
     stack.start()
-    until(lambda: stack.log_paths["gpu_svc"].exists() and stack.log_paths["gpu_svc"].read_text() != "")
+    until(lambda: stack.log_paths["gpu_svc"].exists() and stack.log_paths["gpu_svc"].read_text().endswith("\n"))
     assert stack.log_paths["gpu_svc"].read_text() == f"{found}\n"
 
 
@@ -217,7 +217,7 @@ def test_a_host_pool_of_nothing_needs_no_cpu_attention_service(bench: Bench) -> 
 
 
 def test_a_gateway_is_started_and_ends_with_the_planner(bench: Bench) -> None:
-    stack = bench.stack(gateway={"listen": "127.0.0.1:0"})
+    stack = bench.stack(gateway={"listen": "127.0.0.1:0", "min_drain_s": 0})
     assert set(stack.log_paths) == {*SERVICES, "gateway_svc"}
     stack.start()
     stack.wait_ready(60)
