@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import sys
 
 from cpu_attn_svc.host import AttentionHost
 from cpu_attn_svc.meters import observe_host
@@ -13,7 +12,7 @@ from svc_common import config as configuration
 from svc_common.config import Config, ConfigError
 from svc_common.cores import CpuClaim, pinnable_cpus, usable_cores
 from svc_common.grpc_server import GrpcServer, ListenError, StopSignal
-from svc_common.logs import configure_logging
+from svc_common.logs import configure_logging, refuse_start
 from svc_common.security.door import Door, cpu_attn_door
 from svc_common.security.tls import TlsFiles
 from svc_common.telemetry.telemetry import Telemetry
@@ -67,11 +66,9 @@ def main() -> None:
         finally:
             telemetry.close()
     except ListenError as error:
-        print(f"{SERVICE}: {key}.listen: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        refuse_start(SERVICE, f"{key}.listen: {error}")
     except ConfigError as error:
-        print(f"{SERVICE}: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        refuse_start(SERVICE, str(error))
 
 
 if __name__ == "__main__":

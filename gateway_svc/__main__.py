@@ -2,14 +2,13 @@
 
 import asyncio
 import logging
-import sys
 
 from gateway_svc.access import access_of
 from gateway_svc.server import GatewayServer
 from svc_common import config as configuration
 from svc_common.config import Config, ConfigError, GatewayConfig
 from svc_common.grpc_server import ListenError, StopSignal
-from svc_common.logs import configure_logging
+from svc_common.logs import configure_logging, refuse_start
 from svc_common.security.exposure import exposure
 from svc_common.telemetry.telemetry import Telemetry
 from svc_common.watchdog import Watchdog
@@ -72,11 +71,9 @@ def main() -> None:
         finally:
             telemetry.close()
     except ListenError as error:
-        print(f"{SERVICE}: gateway.listen: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        refuse_start(SERVICE, f"gateway.listen: {error}")
     except ConfigError as error:
-        print(f"{SERVICE}: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        refuse_start(SERVICE, str(error))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The planner as the gateway calls it: one channel, every failure a NeoflexError, and what never changes kept."""
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Awaitable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from neoflex.v1 import executor_pb2, trace_pb2
 from neoflex.v1 import inference_pb2 as pb
 from neoflex.v1.inference_pb2_grpc import InferenceServiceStub
 from neoflex.v1.trace_pb2_grpc import TraceServiceStub
+from svc_common.security.handshake import SERVICE, Greeting
 from svc_common.security.tls import TlsFiles
 from svc_common.service_link import ServiceLink
 
@@ -23,6 +25,8 @@ Metadata = tuple[tuple[str, str], ...]
 TraceCall = grpc.aio.UnaryStreamCall[trace_pb2.TraceIterationsRequest, trace_pb2.TraceIterationsResponse]
 StreamCall = grpc.aio.UnaryStreamCall[pb.GenerateStreamRequest, pb.GenerateStreamResponse]
 _CHECK_TIMEOUT_S = 2.0
+
+logger = logging.getLogger(__name__)
 _Response = TypeVar("_Response")
 
 
@@ -50,6 +54,10 @@ class Planner:
     def __init__(self, address: str, tls: TlsFiles | None = None, api_key: str | None = None) -> None:
         """Raises ConfigError where the certificate is of no use for calls."""
         self.address = address
+        has_tls = tls is not None
+        self._greeting = Greeting(has_tls, has_tls, SERVICE)
+        self._said = ""
+        """What was said last of a planner that can't be reached."""
         self._link = ServiceLink(address, _Stubs, tls, CHANNEL_OPTIONS)
         self._metadata: Metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
         self._trace_calls: set[TraceCall] = set()
@@ -109,9 +117,20 @@ class Planner:
     async def is_ready(self) -> bool:
         """Whether requests are answered now; False where nobody listens."""
         try:
-            return is_serving(await self._link.stub.health.Check(READY_REQUEST, timeout=_CHECK_TIMEOUT_S))
-        except grpc.RpcError:
+            answer = await self._link.stub.health.Check(READY_REQUEST, timeout=_CHECK_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            self._say(errors.from_call(error, self.address, _CHECK_TIMEOUT_S, self._greeting))
             return False
+        self._said = ""
+        return is_serving(answer)
+
+    async def is_there(self) -> bool:
+        """Whether the process lives: it answers, ready or not, or does not get round to it."""
+        try:
+            await self._link.stub.health.Check(READY_REQUEST, timeout=_CHECK_TIMEOUT_S)
+        except grpc.RpcError as error:
+            return error.code() is not grpc.StatusCode.UNAVAILABLE
+        return True
 
     async def iterations(self, seconds: float) -> AsyncGenerator[executor_pb2.IterationTrace, None]:
         """Those that run in the next `seconds`, traced for as long as this is not closed. Raises NeoflexError."""
@@ -153,7 +172,15 @@ class Planner:
             if error.code() is grpc.StatusCode.UNAVAILABLE:
                 self._model = None
                 self._tokens = {}
-            raise errors.from_call(error, self.address) from error
+            failure = errors.from_call(error, self.address, greeting=self._greeting)
+            self._say(failure)
+            raise failure from error
+
+    def _say(self, error: NeoflexError) -> None:
+        """Once, however often it is tried, where it is the connection that fails."""
+        if error.code == "UNAVAILABLE" and not error.reason and error.message != self._said:
+            self._said = error.message
+            logger.warning("%s", error.message)
 
     async def _call(self, call: Awaitable[_Response]) -> _Response:
         with self.failures():

@@ -5,6 +5,7 @@ import contextlib
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from time import monotonic
 
 import uvicorn
 
@@ -21,6 +22,8 @@ from svc_common.telemetry.telemetry import Telemetry
 _BACKLOG = 2048
 _MAX_HEADER_BYTES = 64 * 2**10
 """All of a request's headers together."""
+_LOOK_EVERY_S = 0.1
+"""At the planner, while both may be draining."""
 _KEEP_ALIVE_S = 75
 """An idle connection stays for longer than clients keep theirs (5 s in httpx), so that none is used as it closes."""
 
@@ -58,6 +61,7 @@ class GatewayServer:
         self._planner = Planner(planner_address, access.tls, access.planner_key)
         self._drain = Drain()
         self._grace_s = grace_s
+        self._min_drain_s = config.min_drain_s
         self._telemetry = telemetry or Telemetry("gateway_svc")
         self._listen = config.listen
         self._socket_group = access.socket_group
@@ -96,16 +100,28 @@ class GatewayServer:
         return self._drain.num_running
 
     async def stop(self) -> None:
-        """Refuses new requests, and returns when the running answers have ended or their time is up."""
+        """Refuses new requests, and returns when the running answers have ended or their time is up.
+
+        Whoever calls meanwhile is told so: until the planner, too, has drained, see `gateway.min_drain_s`.
+        """
         self._drain.begin()
         self._planner.end_iterations()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._grace_s):
+                await self._until_callers_know()
                 await self._drain.idle()
         self._server.should_exit = True
         if self._serving:
             await self._serving
         await self._planner.close()
+
+    async def _until_callers_know(self) -> None:
+        """A refused connection says neither that the server drains nor when to come back."""
+        end_s = monotonic() + self._min_drain_s
+        while monotonic() < end_s or not await self._planner.is_ready():
+            if not await self._planner.is_there():
+                return
+            await asyncio.sleep(_LOOK_EVERY_S)
 
 
 def listening_socket(listen: str, socket_group: int | None = None) -> socket.socket:

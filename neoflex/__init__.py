@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from neoflex.errors import ResourceExhaustedError as ResourceExhaustedError
     from neoflex.errors import UnauthenticatedError as UnauthenticatedError
     from neoflex.errors import UnavailableError as UnavailableError
-    from neoflex.types import Completion as Completion
-    from neoflex.types import Delta as Delta
-    from neoflex.types import Finish as Finish
-    from neoflex.types import FinishReason as FinishReason
-    from neoflex.types import Message as Message
-    from neoflex.types import Usage as Usage
+    from neoflex.generation import Completion as Completion
+    from neoflex.generation import Delta as Delta
+    from neoflex.generation import Finish as Finish
+    from neoflex.generation import FinishReason as FinishReason
+    from neoflex.generation import Message as Message
+    from neoflex.generation import Usage as Usage
 else:
     _MODULES = {
         "neoflex.access": ("Tls",),
@@ -44,7 +44,7 @@ else:
             "UnauthenticatedError",
             "UnavailableError",
         ),
-        "neoflex.types": ("Completion", "Delta", "Finish", "FinishReason", "Message", "Usage"),
+        "neoflex.generation": ("Completion", "Delta", "Finish", "FinishReason", "Message", "Usage"),
     }
     _HOME = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -12,6 +12,7 @@ import grpc
 
 from neoflex.channel import CHANNEL_OPTIONS
 from neoflex.errors import AccessError
+from svc_common.security.handshake import CLIENT, Greeting
 
 API_KEY = "NEOFLEX_API_KEY"
 TLS = "NEOFLEX_TLS"
@@ -69,6 +70,11 @@ class Access:
             tls = Tls() if tls else None
         key = environment.get(API_KEY) if api_key is None else api_key
         return cls(tls, key or None)
+
+    @property
+    def greeting(self) -> Greeting:
+        """For errors of calls."""
+        return Greeting(self.tls is not None, self.tls is not None and self.tls.certificate_file is not None, CLIENT)
 
     def channel(self, address: str) -> grpc.Channel:
         """For threads. Raises AccessError."""

@@ -15,10 +15,12 @@ from neoflex import errors, wire
 from neoflex.access import Access, Tls
 from neoflex.channel import DEFAULT_ADDRESS, READY_POLL_S, READY_REQUEST, check_timeout_s, is_serving
 from neoflex.errors import NeoflexError
+from neoflex.generation import Completion, Delta, Finish, GenerateOptions, Message, Usage
 from neoflex.retries import DEFAULT_RETRIES, Deadline
-from neoflex.types import Completion, Delta, Finish, GenerateOptions, Load, Message, ModelInfo, ServerInfo, Usage
+from neoflex.types import Load, ModelInfo, ServerInfo
 from neoflex.v1 import inference_pb2 as pb
 from neoflex.v1.inference_pb2_grpc import InferenceServiceStub
+from svc_common.security.handshake import Greeting, handshake_trouble
 
 if TYPE_CHECKING:  # No generic class when it runs.
     _Call = grpc.aio.UnaryStreamCall[pb.GenerateStreamRequest, pb.GenerateStreamResponse]
@@ -50,6 +52,9 @@ class AsyncClient:
         self._channel = access.aio_channel(address)
         self._stub = InferenceServiceStub(self._channel)  # type: ignore[no-untyped-call]
         access.bring_key(self._stub)
+        self._greeting = access.greeting
+        self._trouble = ""
+        """With TLS, when the server was last asked how it is."""
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
     async def generate(
@@ -76,6 +81,7 @@ class AsyncClient:
             lambda left_s: self._stub.GenerateStream(message, timeout=left_s),
             request.request_id,
             self.address,
+            self._greeting,
             timeout,
             self.max_retries,
         )
@@ -114,7 +120,9 @@ class AsyncClient:
         """Whether requests are answered now; False where nobody listens."""
         try:
             return is_serving(await self._health.Check(READY_REQUEST, timeout=timeout))
-        except grpc.RpcError:
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
+                self._trouble = handshake_trouble(error.details() or "", self.address, self._greeting)
             return False
 
     async def wait_until_ready(self, timeout: float) -> None:
@@ -123,7 +131,7 @@ class AsyncClient:
         deadline = clock() + timeout
         while not await self.is_ready(check_timeout_s(deadline - clock())):
             if clock() >= deadline:
-                raise errors.not_ready(self.address, timeout)
+                raise errors.not_ready(self.address, timeout, self._trouble)
             await asyncio.sleep(READY_POLL_S)
 
     async def aclose(self) -> None:
@@ -142,7 +150,7 @@ class AsyncClient:
         try:
             yield
         except grpc.aio.AioRpcError as error:
-            raise errors.from_call(error, self.address, timeout_s) from error
+            raise errors.from_call(error, self.address, timeout_s, self._greeting) from error
 
 
 class AsyncStream:
@@ -156,6 +164,7 @@ class AsyncStream:
         open_call: Callable[[float | None], "_Call"],
         request_id: str,
         address: str,
+        greeting: Greeting,
         timeout_s: float | None,
         max_retries: int,
     ) -> None:
@@ -170,6 +179,7 @@ class AsyncStream:
         self._num_retries_left = max_retries
         self._call = open_call(timeout_s)
         self._address = address
+        self._greeting = greeting
         self._timeout_s = timeout_s
         self._closed = False
 
@@ -181,7 +191,7 @@ class AsyncStream:
             try:
                 response = await self._call.read()
             except grpc.aio.AioRpcError as error:
-                await self._try_again(errors.from_call(error, self._address, self._timeout_s))
+                await self._try_again(errors.from_call(error, self._address, self._timeout_s, self._greeting))
                 continue
             except asyncio.CancelledError:
                 if self._closed:  # Closed by another task while this one waited.

@@ -20,10 +20,12 @@ from neoflex.channel import (
     is_serving,
 )
 from neoflex.errors import NeoflexError
+from neoflex.generation import Completion, Delta, Finish, GenerateOptions, Message, Usage
 from neoflex.retries import DEFAULT_RETRIES, Deadline
-from neoflex.types import Completion, Delta, Finish, GenerateOptions, Load, Message, ModelInfo, ServerInfo, Usage
+from neoflex.types import Load, ModelInfo, ServerInfo
 from neoflex.v1 import inference_pb2 as pb
 from neoflex.v1.inference_pb2_grpc import InferenceServiceStub
+from svc_common.security.handshake import Greeting, handshake_trouble
 
 
 class Client:
@@ -52,6 +54,9 @@ class Client:
         self._channel = access.channel(address)
         self._stub = InferenceServiceStub(self._channel)  # type: ignore[no-untyped-call]
         access.bring_key(self._stub)
+        self._greeting = access.greeting
+        self._trouble = ""
+        """With TLS, when the server was last asked how it is."""
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
     def generate(
@@ -78,6 +83,7 @@ class Client:
             lambda left_s: self._stub.GenerateStream(message, timeout=left_s),
             request.request_id,
             self.address,
+            self._greeting,
             timeout,
             self.max_retries,
         )
@@ -123,7 +129,9 @@ class Client:
     def _is_serving(self, request: health_pb2.HealthCheckRequest, timeout: float) -> bool:
         try:
             return is_serving(self._health.Check(request, timeout=timeout))
-        except grpc.RpcError:
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
+                self._trouble = handshake_trouble(error.details() or "", self.address, self._greeting)
             return False
 
     def wait_until_ready(self, timeout: float) -> None:
@@ -131,7 +139,7 @@ class Client:
         deadline = time.monotonic() + timeout
         while not self.is_ready(check_timeout_s(deadline - time.monotonic())):
             if time.monotonic() >= deadline:
-                raise errors.not_ready(self.address, timeout)
+                raise errors.not_ready(self.address, timeout, self._trouble)
             time.sleep(READY_POLL_S)
 
     def close(self) -> None:
@@ -144,7 +152,7 @@ class Client:
         self.close()
 
     def _errors(self, timeout_s: float | None = None) -> contextlib.AbstractContextManager[None]:
-        return _typed_errors(self.address, timeout_s)
+        return _typed_errors(self.address, timeout_s, self._greeting)
 
 
 class Stream:
@@ -158,6 +166,7 @@ class Stream:
         open_call: "Callable[[float | None], grpc.CallIterator[pb.GenerateStreamResponse]]",
         request_id: str,
         address: str,
+        greeting: Greeting,
         timeout_s: float | None,
         max_retries: int,
     ) -> None:
@@ -173,6 +182,7 @@ class Stream:
         self._call = open_call(timeout_s)
         self._responses = iter(self._call)
         self._address = address
+        self._greeting = greeting
         self._timeout_s = timeout_s
         self._closed = False
 
@@ -190,7 +200,7 @@ class Stream:
             except grpc.RpcError as error:
                 if self._closed:  # Closed by another thread while this one waited.
                     break
-                self._try_again(errors.from_call(error, self._address, self._timeout_s))
+                self._try_again(errors.from_call(error, self._address, self._timeout_s, self._greeting))
             else:
                 match response.WhichOneof("event"):
                     case "started":
@@ -228,8 +238,8 @@ class Stream:
 
 
 @contextlib.contextmanager
-def _typed_errors(address: str, timeout_s: float | None) -> Iterator[None]:
+def _typed_errors(address: str, timeout_s: float | None, greeting: Greeting) -> Iterator[None]:
     try:
         yield
     except grpc.RpcError as error:
-        raise errors.from_call(error, address, timeout_s) from error
+        raise errors.from_call(error, address, timeout_s, greeting) from error

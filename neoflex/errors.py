@@ -8,6 +8,8 @@ import grpc
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 
+from svc_common.security.handshake import CLIENT, Greeting, handshake_trouble
+
 _DETAILS_KEY = "grpc-status-details-bin"
 
 
@@ -90,8 +92,14 @@ class FailedCall(Protocol):
     def trailing_metadata(self) -> Iterable[Any] | None: ...
 
 
-def from_call(call: FailedCall, address: str, timeout_s: float | None = None) -> NeoflexError:
-    """The error to raise for a failed call to `address`, which had `timeout_s` seconds."""
+_PLAIN = Greeting(speaks_tls=False, has_certificate=False, settings=CLIENT)
+
+
+def from_call(
+    call: FailedCall, address: str, timeout_s: float | None = None, greeting: Greeting = _PLAIN
+) -> NeoflexError:
+    """The error to raise for a failed call to `address`, which had `timeout_s` seconds, by a caller that came with
+    `greeting`."""
     code = call.code().name
     message = call.details() or code
     reason = ""
@@ -111,31 +119,18 @@ def from_call(call: FailedCall, address: str, timeout_s: float | None = None) ->
             detail.Unpack(retry)
             retry_after_s = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
     if not reason:  # The transport speaks, not the server: its words are long, and the address is what helps.
-        message = _in_our_words(code, message, address, timeout_s)
+        message = _in_our_words(code, message, address, timeout_s, greeting)
     return _BY_CODE.get(code, NeoflexError)(message, code, reason, violations, retry_after_s)
 
 
-def _in_our_words(code: str, message: str, address: str, timeout_s: float | None) -> str:
+def _in_our_words(code: str, message: str, address: str, timeout_s: float | None, greeting: Greeting) -> str:
     if code == "DEADLINE_EXCEEDED" and timeout_s is not None:
         return f"no complete answer from {address} within {timeout_s:g} s"
     if code == "UNAVAILABLE" and "Connection refused" in message:
         return f"nobody listens at {address}; start a server with: neoflex up"
-    if code == "UNAVAILABLE" and (trouble := _tls_trouble(message)):
-        return f"no TLS with {address}: {trouble}"
     if code == "UNAVAILABLE":
-        return f"no answer from {address}: {message}"
+        return handshake_trouble(message, address, greeting) or f"no answer from {address}: {message}"
     return message
-
-
-def _tls_trouble(message: str) -> str:
-    """What a failed handshake is about; empty where it was none."""
-    if "WRONG_VERSION_NUMBER" in message:
-        return "the server speaks none"
-    if "Hostname Verification Check failed" in message:
-        return "its certificate is for another name; TLS's server_name says which to expect"
-    if "CERTIFICATE_VERIFY_FAILED" in message:
-        return "its certificate does not come from a CA that is trusted here, or has expired"
-    return ""
 
 
 def _details(call: FailedCall) -> list[any_pb2.Any]:
@@ -145,8 +140,10 @@ def _details(call: FailedCall) -> list[any_pb2.Any]:
     return []
 
 
-def not_ready(address: str, timeout_s: float) -> NeoflexError:
-    return DeadlineExceededError(f"{address} was not ready within {timeout_s:g} s", "DEADLINE_EXCEEDED")
+def not_ready(address: str, timeout_s: float, trouble: str) -> NeoflexError:
+    """`trouble`: with TLS, when it was asked last; or nothing."""
+    why = f": {trouble}" if trouble else ""
+    return DeadlineExceededError(f"{address} was not ready within {timeout_s:g} s{why}", "DEADLINE_EXCEEDED")
 
 
 def cut_short(address: str) -> NeoflexError:

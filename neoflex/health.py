@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from neoflex.access import Access, Tls
 from neoflex.channel import is_serving
 from neoflex.errors import AccessError
+from svc_common.security.handshake import handshake_trouble
 
 READINESS = "readiness"
 LIVENESS = "liveness"
@@ -34,20 +35,21 @@ def complaint(address: str, service: str, timeout_s: float, access: Access | Non
         try:
             answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
         except grpc.RpcError as error:
-            return _grpc_complaint(error, address, service, timeout_s)
+            return _grpc_complaint(error, address, service, timeout_s, access)
     if is_serving(answer):
         return None
     return f"{address}: {service or 'the server'} is {health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)}"
 
 
-def _grpc_complaint(error: grpc.RpcError, address: str, service: str, timeout_s: float) -> str:
+def _grpc_complaint(error: grpc.RpcError, address: str, service: str, timeout_s: float, access: Access) -> str:
     match error.code():
         case grpc.StatusCode.NOT_FOUND:
             return f"{address}: has no service named {service!r}"
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return f"{address}: no answer within {timeout_s:g} s"
-        case _:
-            return f"{address}: {error.code().name}: {error.details()}"
+        case code:
+            trouble = handshake_trouble(error.details() or "", address, access.greeting)
+            return trouble or f"{address}: {code.name}: {error.details()}"
 
 
 def _http_complaint(url: str, service: str, timeout_s: float, access: Access) -> str | None:

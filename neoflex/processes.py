@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from neoflex import child
@@ -23,6 +23,8 @@ class ServiceCommand:
     name: str
     argv: tuple[str, ...]
     log_path: Path
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """On top of the supervisor's own, which wins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,7 @@ class RestartPolicy:
     """How often, and how soon, a child that died is started again."""
 
     max_restarts: int = 5
-    """In a row; then the supervisor gives up."""
+    """In a row; then the supervisor gives up. Orderly exits, with code 0, don't count."""
     first_backoff_s: float = 0.5
     max_backoff_s: float = 8.0
     stable_s: float = 60.0
@@ -99,12 +101,16 @@ class SupervisedProcess:
             ending = f"{self.command.name} {describe_exit(code)}"
             if time.monotonic() - started >= self._policy.stable_s:
                 num_restarts = 0
-            if not self._may_restart or num_restarts == self._policy.max_restarts:
+            is_given_up = code != 0 and num_restarts == self._policy.max_restarts
+            if not self._may_restart or is_given_up:
                 self.failure = f"{ending} after {num_restarts} restarts" if num_restarts else ending
                 return
             backoff_s = self._policy.backoff_s(num_restarts)
-            num_restarts += 1
-            self._on_event(f"{ending}; restart {num_restarts} of {self._policy.max_restarts} in {backoff_s:g} s")
+            if code == 0:  # Somebody told it to stop: no fault, and no limit to how often.
+                self._on_event(f"{ending}; started again in {backoff_s:g} s")
+            else:
+                num_restarts += 1
+                self._on_event(f"{ending}; restart {num_restarts} of {self._policy.max_restarts} in {backoff_s:g} s")
             if self._stopping.wait(backoff_s):
                 return
 
@@ -118,7 +124,7 @@ class SupervisedProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=_without_ours(os.environ),
+                env={**self.command.environment, **_without_ours(os.environ)},
                 # Ctrl-C in a terminal reaches the supervisor alone, which ends the children in order.
                 start_new_session=True,
             )

@@ -34,6 +34,8 @@ GATEWAY = "gateway_svc"
 _EXIT_S = 10.0
 _POLL_S = 0.1
 _SHOWN_LOG_LINES = 20
+_SILENT_CORE = {"GRPC_VERBOSITY": "NONE"}
+"""gRPC's core writes lines of its own form to standard error, and reads this as it is imported."""
 
 
 class StackError(Exception):
@@ -120,11 +122,12 @@ class LocalStack:
         with self._using_run_dir():
             config_path.write_text(to_toml(self.config))
         self._client = client
+        environment = _SILENT_CORE if self.config.logging.format == "json" else {}
         for name, (module, options) in self._services().items():
             # -P: what lies in the current directory is not ours to run.
             argv = (sys.executable, "-P", "-m", module, "--config", str(config_path), *options)
             argv = self._argv.get(name, argv)
-            command = ServiceCommand(name, argv, self.log_paths[name])
+            command = ServiceCommand(name, argv, self.log_paths[name], environment)
             self._children[name] = SupervisedProcess(command, self._policy, self._on_event)
         for process in self._children.values():
             process.start()

@@ -32,5 +32,5 @@ def threads(address: str, wanted: int | None, timeout_s: float, access: Access) 
                 stub.SetThreads(cpu_attention_pb2.SetThreadsRequest(num_threads=wanted), timeout=timeout_s)
             status = stub.GetCpuAttentionStatus(cpu_attention_pb2.GetCpuAttentionStatusRequest(), timeout=timeout_s)
         except grpc.RpcError as error:
-            raise from_call(error, address, timeout_s) from error
+            raise from_call(error, address, timeout_s, access.greeting) from error
     return Threads(status.num_threads, status.max_threads)

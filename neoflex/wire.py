@@ -8,25 +8,27 @@ from dataclasses import fields
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message as PbMessage
 
-from neoflex.types import (
-    CalibrationFactors,
-    ClassLoad,
+from neoflex.generation import (
     Completion,
-    Counters,
     Delta,
     Finish,
     FinishReason,
     GenerateOptions,
+    Message,
+    PositionLogprobs,
+    TokenLogprob,
+    Usage,
+)
+from neoflex.types import (
+    CalibrationFactors,
+    ClassLoad,
+    Counters,
     HostPool,
     Load,
     MemoryUse,
-    Message,
     ModelInfo,
-    PositionLogprobs,
     ServerInfo,
     ServiceClass,
-    TokenLogprob,
-    Usage,
 )
 from neoflex.v1 import inference_pb2 as pb
 
@@ -238,6 +240,7 @@ def server_info(response: pb.GetServerInfoResponse) -> ServerInfo:
         calibration=_calibration(response.calibration) if response.HasField("calibration") else None,
         memory_use=_memory_use(response.memory_use) if response.HasField("memory_use") else None,
         not_ready=response.not_ready,
+        cpu_attention_addresses=tuple(response.cpu_attention_addresses),
     )
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from planner_svc.servicer import ServedModel
 from svc_common import config as configuration
 from svc_common.config import Config, ConfigError
 from svc_common.grpc_server import ListenError, StopSignal
-from svc_common.logs import configure_logging
+from svc_common.logs import configure_logging, refuse_start
 from svc_common.model.chat_template import ChatTemplateError
 from svc_common.model.read_spec import read_spec
 from svc_common.model.spec import ModelSpec, UnsupportedModelError
@@ -95,11 +94,9 @@ def main() -> None:
         finally:
             telemetry.close()
     except ListenError as error:
-        print(f"{SERVICE}: planner.listen: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        refuse_start(SERVICE, f"planner.listen: {error}")
     except (ConfigError, ModelNotFoundError, UnsupportedModelError) as error:
-        print(f"{SERVICE}: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        refuse_start(SERVICE, str(error))
 
 
 if __name__ == "__main__":

@@ -185,13 +185,14 @@ class Engine:
         """One epoch is over and the next is being opened: requests wait, and waiting is no stall."""
         self.availability.is_suspended = True
 
-    def lose_executor(self, running: Collection[int], is_certain: bool) -> None:
+    def lose_executor(self, running: Collection[int], is_certain: bool, is_wanted: bool = False) -> None:
         """There is no executor: requests in hand wait for `open`, or for `close`, and new ones are refused.
 
-        `running`: sequences that it was computing. Not certain: something else may have brought it down.
+        `running`: sequences that it was computing. Not certain: something else may have brought it down. Wanted: it was
+        told to stop, which is no loss to count.
         """
         self.availability.close()
-        self.counters.executor_losses += 1
+        self.counters.executor_losses += not is_wanted
         self.changed.set()
         self.note_failure(running, is_certain)
 

@@ -40,6 +40,10 @@ _MAX_RETRY_S = 30.0
 logger = logging.getLogger(__name__)
 
 
+class ExecutorStopsError(ExecutorLostError):
+    """It ends in order: for requests as a loss, and none of its own."""
+
+
 class EpochEnd(Enum):
     """Why an epoch is over though the executor is well."""
 
@@ -123,7 +127,7 @@ class ExecutorLoop:
             self._hand_over()
             while (end := await self._drive()) is not EpochEnd.EXECUTOR_STOPS:
                 await self._next_epoch(end)
-            raise ExecutorLostError(end.value)
+            raise ExecutorStopsError(end.value)
         except ExecutorLostError as error:
             self._await_executor(error)
         except Exception:
@@ -149,10 +153,14 @@ class ExecutorLoop:
         """Requests wait for it to come back, which is tried again and again."""
         is_refusal = isinstance(error, EpochRefusedError)
         if self._engine.availability.is_open:
-            logger.error("executor lost: %s", error)
-            self._meters.epoch_ended("executor_lost")
+            if is_wanted := isinstance(error, ExecutorStopsError):
+                logger.warning("executor let go: %s", error)
+                self._meters.epoch_ended("executor_stops")
+            else:
+                logger.error("executor lost: %s", error)
+                self._meters.epoch_ended("executor_lost")
             is_certain = not self._executor.was_compiling
-            self._engine.lose_executor(self._running_ids(self._in_flight), is_certain)
+            self._engine.lose_executor(self._running_ids(self._in_flight), is_certain, is_wanted)
             if self._wait_s > 0:
                 self._patience = asyncio.get_running_loop().call_later(self._wait_s, self._give_up)
             else:

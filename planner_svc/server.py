@@ -97,6 +97,7 @@ class PlannerServer:
             GrammarDoor(self._executor.compile_grammar),
             AccessLog(config.logging.access),
             meters,
+            tuple(host.address for host in self._hosts),
         )
         self._server.register(inference_pb2_grpc.add_InferenceServiceServicer_to_server, self._servicer)
         self._server.register(trace_pb2_grpc.add_TraceServiceServicer_to_server, TraceServicer(traces))

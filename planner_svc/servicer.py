@@ -54,14 +54,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         grammars: GrammarDoor,
         access: AccessLog,
         meters: RequestMeters,
+        host_addresses: tuple[str, ...],
     ) -> None:
-        """`placement` returns that of the current epoch, None before the first."""
+        """`placement` returns that of the current epoch, None before the first. `host_addresses`: of the CPU attention
+        services."""
         self._model = model
         self._engine = engine
         self._classes = classes
         self._placement = placement
         self._grammars = grammars
         self._access = access
+        self._host_addresses = host_addresses
         self._num_open = 0
         self.idle = asyncio.Event()
         """Set while no accepted request's call is open: what it was answered has left."""
@@ -142,6 +145,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             counters=messages.counters_message(self._engine.counters, self._engine.scheduler_counters()),
             service_classes=messages.class_messages(self._classes, self._engine.classes.counters),
             not_ready=self._engine.why_not_ready(),
+            cpu_attention_addresses=self._host_addresses,
         )
         if factors := self._engine.calibration_factors():
             response.calibration.CopyFrom(messages.calibration_message(factors))

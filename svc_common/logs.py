@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from types import TracebackType
+from typing import NoReturn
 
 from svc_common.config import LoggingConfig
 
@@ -122,3 +123,12 @@ def configure_logging(service: str, config: LoggingConfig) -> None:
         logging.getLogger(service).critical("ends with an exception", exc_info=(kind, error, trace))
 
     sys.excepthook = log_last_exception
+
+
+def refuse_start(service: str, text: str) -> NoReturn:
+    """Ends a process that can't serve, with exit code 2: one plain line, or an object where the log is of objects."""
+    if any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers):
+        logging.getLogger(service).critical("%s", text)
+    else:
+        print(f"{service}: {text}", file=sys.stderr)
+    raise SystemExit(2)

@@ -11,7 +11,7 @@ from neoflex.access import Access, Tls
 from neoflex.aio import AsyncClient
 from neoflex.bench.record import Outcome, Record
 from neoflex.errors import NeoflexError, ResourceExhaustedError
-from neoflex.types import GenerateOptions
+from neoflex.generation import GenerateOptions
 from svc_common.workloads import Arrival
 
 _FEW_TOKENS = 10_000

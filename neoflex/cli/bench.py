@@ -28,8 +28,10 @@ from neoflex.cli.arguments import (
     UseTls,
     access_of,
 )
-from neoflex.cli.output import err, fail, out
+from neoflex.cli.output import err, fail
+from neoflex.cli.tables import print_table
 from svc_common import workloads
+from svc_common.wording import counted
 from svc_common.workloads import Arrival, InputError, Workload, at_rate
 
 _DEFAULT_WORKLOAD = "poisson:requests=64,prompt=32-256,output=16-64"
@@ -50,7 +52,8 @@ class Level:
     def title(self) -> str:
         if not self.is_rate:
             return f"{self.value:g} concurrent"
-        return f"{self.value:.3g} requests/s" if self.value else "all at once"
+        unit = "request/s" if self.value == 1 else "requests/s"
+        return f"{self.value:.3g} {unit}" if self.value else "all at once"
 
 
 def bench(
@@ -111,15 +114,20 @@ def bench(
     except KeyboardInterrupt:
         raise typer.Exit(_INTERRUPTED) from None
     if not as_json:
-        out.print(_table(runs))
+        print_table(_table(runs))
         for run in runs:
             for text, count in run.errors.items():
-                err.print(f"{run.load}: {count} requests: {text}", style="yellow", markup=False)
+                err.print(f"{run.load}: {counted(count, 'request')}: {text}", style="yellow", markup=False)
     if png is not None:
         from neoflex.bench.picture import draw  # matplotlib takes a second to import.
 
         unit = "requests/s that arrive" if levels[0].is_rate else "concurrent requests"
-        draw([run for run in runs if run.num_finished], f"{len(load.arrivals)} requests of {load.name}", unit, png)
+        draw(
+            [run for run in runs if run.num_finished],
+            f"{counted(len(load.arrivals), 'request')} of {load.name}",
+            unit,
+            png,
+        )
         err.print(f"{png}: latency against load", markup=False, soft_wrap=True)
     if not any(run.num_finished for run in runs):
         fail("no request was answered")

@@ -6,7 +6,9 @@ from typing import Annotated
 
 import typer
 
-from neoflex.cli.output import out
+from neoflex.cli.output import err, out
+from neoflex.doctor import Level
+from neoflex.doctor.files import file_troubles
 from neoflex.placement import to_toml
 from svc_common.config import Config, load
 from svc_common.config.reference import reference
@@ -18,9 +20,16 @@ File = Annotated[Path, typer.Argument(help="TOML file of a server.", show_defaul
 
 @app.command()
 def check(file: File) -> None:
-    """Say whether a file can be used; exit code 1 where not, with each bad key. `neoflex doctor` asks the machine."""
-    load(file)
-    out.print(f"{file}: fine", soft_wrap=True)
+    """Say whether a file can be used, and what it names: certificates, keys, directories. Exit code 1 where not, with
+    each bad key. `neoflex doctor` asks the machine.
+    """
+    troubles = [*file_troubles(load(file))]
+    for item in troubles:
+        err.print(f"{file}: {item.advice}", soft_wrap=True, markup=False)
+    if any(item.level is Level.PROBLEM for item in troubles):
+        raise typer.Exit(1)
+    if not troubles:
+        out.print(f"{file}: fine", soft_wrap=True, markup=False)
 
 
 @app.command()

@@ -13,9 +13,11 @@ from neoflex.cli.arguments import check_prompt
 from neoflex.cli.output import counter_rows, describe_kv, err, explain_device, out, starting
 from neoflex.cli.own_stack import own_stack_config
 from neoflex.client import Client
+from neoflex.generation import Completion, Message
 from neoflex.supervisor import LocalStack, StackError
-from neoflex.types import Completion, Counters, Message
+from neoflex.types import Counters
 from svc_common.config import Config
+from svc_common.wording import counted
 
 _SUBJECTS = ("rivers", "volcanoes", "bees", "bridges", "clocks", "glaciers", "lighthouses", "bread", "maps", "owls")
 
@@ -123,7 +125,7 @@ def _table(measured: _Measured, concurrency: int) -> Table:
     table.add_row("time to first token", f"{measured.first_token_s * 1e3:.0f} ms")
     table.add_row("time per output token", f"{measured.per_token_s * 1e3:.1f} ms")
     rate = measured.answer_tokens / measured.answer_s
-    table.add_row("this answer", f"{measured.answer_tokens} tokens, {rate:.1f} per second")
+    table.add_row("this answer", f"{counted(measured.answer_tokens, 'token')}, {rate:.1f} per second")
     all_rate = measured.all_tokens / measured.all_s
     table.add_row(f"all {concurrency} answers", f"{measured.all_tokens} tokens, {all_rate:.1f} per second")
     table.add_section()

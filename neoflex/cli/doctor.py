@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from neoflex.cli.output import out
 from neoflex.doctor import Finding, Level, examine
@@ -34,9 +35,13 @@ def doctor(
 
 def _table(findings: list[Finding]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("", "what", "found", "what to change"):
-        table.add_column(name, overflow="fold")
+    table.add_column("")
+    table.add_column("what")
+    table.add_column("found, and what to change", overflow="fold")
     for item in findings:
         style = _STYLES[item.level]
-        table.add_row(f"[{style}]{item.level.value}[/]", item.topic, item.found, item.advice)
+        text = Text(item.found)
+        if item.advice:
+            text.append(f"\n{item.advice}", style=style)
+        table.add_row(Text(item.level.value, style=style), item.topic, text)
     return table

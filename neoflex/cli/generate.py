@@ -24,7 +24,7 @@ from neoflex.cli.arguments import (
 )
 from neoflex.cli.output import describe_usage, err, out
 from neoflex.client import Client, Stream
-from neoflex.types import Completion, GenerateOptions, Message, PositionLogprobs
+from neoflex.generation import Completion, GenerateOptions, Message, PositionLogprobs
 
 # gRPC counts nanoseconds in 64 bits: a later deadline would count as over already.
 _MAX_TIMEOUT_S = 1e9

@@ -8,11 +8,13 @@ import typer
 from rich.table import Table
 
 from neoflex.cli.output import err, fail, fetch_model, out
+from neoflex.cli.tables import print_table
 from svc_common.config import ModelConfig, load
 from svc_common.memory import size_text
 from svc_common.model.layer_cache import StoredLayers, layers_dir, stored_layers
 from svc_common.model.layer_cache import prune as prune_layers
 from svc_common.model.store import BUILTIN_MODELS, list_models, resolve
+from svc_common.wording import counted
 
 _UNUSED_DAYS = 30.0
 _S_PER_DAY = 86_400
@@ -48,10 +50,10 @@ def list_() -> None:
     for model in list_models():
         where = str(model.path) if model.path else f"not here: neoflex model fetch {model.name}"
         table.add_row(model.name, size_text(model.size_bytes), model.license, where)
-    out.print(table)
+    print_table(table)
     directory = layers_dir()
     if stored := stored_layers(directory):
-        out.print(_layers_table(stored, directory))
+        print_table(_layers_table(stored, directory))
 
 
 @app.command()
@@ -72,9 +74,10 @@ def prune(
     except OSError as error:
         fail(f"{directory}: {error.strerror}")
     if not deleted:
-        err.print(f"nothing in {directory} has been unused for {unused_days:g} days", markup=False, soft_wrap=True)
+        days = f"{unused_days:g} day{'' if unused_days == 1 else 's'}"
+        err.print(f"nothing in {directory} has been unused for {days}", markup=False, soft_wrap=True)
         return
-    out.print(_layers_table(deleted, directory))
+    print_table(_layers_table(deleted, directory))
     out.print(f"{size_text(sum(item.num_bytes for item in deleted))} deleted")
 
 
@@ -90,4 +93,4 @@ def _layers_table(stored: tuple[StoredLayers, ...], directory: Path) -> Table:
 
 def _ago(seconds: float) -> str:
     days = int(seconds // _S_PER_DAY)
-    return "today" if days < 1 else f"{days} day{'s' if days > 1 else ''} ago"
+    return "today" if days < 1 else f"{counted(days, 'day')} ago"

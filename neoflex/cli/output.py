@@ -9,10 +9,12 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.status import Status
 from rich.text import Text
 
-from neoflex.types import Counters, MemoryUse, ModelInfo, ServerInfo, Usage
+from neoflex.generation import Usage
+from neoflex.types import Counters, MemoryUse, ModelInfo, ServerInfo
 from svc_common.memory import size_text
 from svc_common.model import fetch
 from svc_common.model.store import ModelFiles
+from svc_common.wording import counted, times
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
@@ -33,10 +35,15 @@ def starting() -> Status:
     return err.status(STARTING)
 
 
-def explain_device(device: str, indent: int = 0) -> None:
-    """For those who wonder what "the GPU" is in numbers from a machine without one."""
-    if device == "cpu":
-        err.print(" " * indent + "no GPU here: torch on the CPU plays the GPU, in a process of its own", style="dim")
+def describe_device(device: str) -> str:
+    """For those who wonder what "the GPU" is in numbers from a machine without one; empty where there is one."""
+    return "no GPU here: torch on the CPU plays the GPU, in a process of its own" if device == "cpu" else ""
+
+
+def explain_device(device: str) -> None:
+    """Prints that."""
+    if explanation := describe_device(device):
+        err.print(explanation, style="dim")
 
 
 def describe_kv(server: ServerInfo, model: ModelInfo) -> str:
@@ -65,14 +72,13 @@ def _sizes(parts: list[tuple[str, int]]) -> str:
 
 def describe_usage(usage: Usage) -> str:
     """Tokens and the two latencies, in one line."""
-    parts = [f"{usage.prompt_tokens} tokens in, {usage.completion_tokens} out"]
+    cached = f" ({usage.cached_tokens} cached)" if usage.cached_tokens else ""
+    parts = [f"{counted(usage.prompt_tokens, 'token')} in{cached}, {usage.completion_tokens:,} out"]
     parts.append(f"TTFT {usage.time_to_first_token_s * 1e3:.0f} ms")
     if usage.completion_tokens > 1:
         parts.append(f"TPOT {usage.time_per_output_token_s * 1e3:.1f} ms")
-    if usage.cached_tokens:
-        parts[0] = f"{usage.prompt_tokens} tokens in ({usage.cached_tokens} cached), {usage.completion_tokens} out"
     if usage.recomputations:
-        parts.append(f"recomputed {usage.recomputations} times")
+        parts.append(f"recomputed {times(usage.recomputations)}")
     if usage.targets_met is not None:
         parts.append("in time" if usage.targets_met else "late")
     return " · ".join(parts)
@@ -97,8 +103,8 @@ def counter_rows(counters: Counters) -> list[tuple[str, str]]:
         ("losses of the executor", f"{counters.executor_losses:,}"),
         ("executor busy", f"{counters.executor_busy_ns / 1e9:.2f} s"),
         ("of it waiting for the CPU", f"{counters.cpu_wait_ns / 1e9:.2f} s"),
-        ("CPU attention", f"{counters.cpu_attention_ns / 1e9:.2f} s"),
-        ("its threads grown, shrunk", f"{counters.cpu_threads_grown:,}, {counters.cpu_threads_shrunk:,} times"),
+        ("CPU busy in iterations", f"{counters.cpu_attention_ns / 1e9:.2f} s"),
+        ("CPU threads given, taken", f"{times(counters.cpu_threads_grown)}, {times(counters.cpu_threads_shrunk)}"),
         ("planning", f"{counters.planning_ns / 1e9:.2f} s"),
         ("stalls", f"{counters.stalls:,}"),
     ]

@@ -9,7 +9,8 @@ from pathlib import Path
 from types import FrameType
 
 from neoflex.cli.output import err, fetch_model
-from neoflex.cli.up import effective_config, pin_model, run_directory
+from neoflex.cli.supervise import run_directory
+from neoflex.cli.up import effective_config, pin_model
 from svc_common.config import Config, CpuAttnConfig, ModelConfig
 
 

@@ -21,8 +21,10 @@ from neoflex.cli.arguments import (
     connect,
 )
 from neoflex.cli.output import counter_rows, explain_device, memory_rows, out
+from neoflex.cli.tables import print_table
 from neoflex.types import CalibrationFactors, ClassLoad, HostPool, Load, ModelInfo, ServerInfo
 from svc_common.memory import size_text
+from svc_common.wording import counted
 
 
 def status(
@@ -46,7 +48,7 @@ def status(
         sys.stdout.write(json.dumps(parts) + "\n")
     else:
         out.print(_table(address, is_alive, model, server, load))
-        out.print(_classes(server, load))
+        print_table(_classes(server, load))
         if server.calibration:
             out.print(_calibration(server.calibration))
         explain_device(server.device)
@@ -66,16 +68,19 @@ def _table(address: str, is_alive: bool, model: ModelInfo, server: ServerInfo, l
     table.add_row("alive", "yes" if is_alive else "no", end_section=True)
     if server.memory_use:
         for place, what in memory_rows(server.memory_use):
-            table.add_row(place, what)
+            table.add_row(place, what.replace(", ", ",\n"))  # A line may be too short for all.
     on_gpu = _tier(load.gpu_blocks_used, load.gpu_blocks_total, server.block_bytes)
     on_host = _tier(load.host_blocks_used, load.host_blocks_total, server.host_block_bytes)
     table.add_row("KV on the GPU", f"{on_gpu} in {model.kv_dtype}")
+    table.add_row("  blocks", f"{load.gpu_blocks_used:,} of {load.gpu_blocks_total:,}")
     table.add_row("KV on the host", f"{on_host} in {model.host_kv_dtype}")
+    table.add_row("  blocks", f"{load.host_blocks_used:,} of {load.host_blocks_total:,}")
     if len(server.host_pools) > 1:
         for number, (pool, used) in enumerate(zip(server.host_pools, load.host_pool_blocks_used, strict=False)):
             table.add_row(f"  pool {number}", _pool(pool, used, server.host_block_bytes))
-    sizes = f"{size_text(server.block_bytes)} on the GPU, {size_text(server.host_block_bytes)} on the host"
-    table.add_row("KV block", f"{server.block_tokens} tokens, {sizes}", end_section=True)
+    table.add_row("tokens in a KV block", str(server.block_tokens))
+    table.add_row("its size on the GPU", size_text(server.block_bytes))
+    table.add_row("and on the host", size_text(server.host_block_bytes), end_section=True)
     table.add_row("requests running", str(load.running_requests))
     table.add_row("requests waiting", f"{load.waiting_requests} of at most {load.max_waiting_requests:,}")
     counters = server.counters
@@ -141,9 +146,8 @@ def _threads(server: ServerInfo) -> str:
 def _pool(pool: HostPool, used: int, block_bytes: int) -> str:
     if pool.num_blocks == 0:
         return f"not attached: {pool.error}"
-    threads = "1 thread" if pool.num_threads == 1 else f"{pool.num_threads} threads"
-    return f"{_tier(used, pool.num_blocks, block_bytes)}, {threads}"
+    return f"{_tier(used, pool.num_blocks, block_bytes)}, {counted(pool.num_threads, 'thread')}"
 
 
 def _tier(used: int, total: int, block_bytes: int) -> str:
-    return f"{size_text(used * block_bytes)} of {size_text(total * block_bytes)}, {used:,} of {total:,} blocks"
+    return f"{size_text(used * block_bytes)} of {size_text(total * block_bytes)}"

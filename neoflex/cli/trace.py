@@ -171,8 +171,8 @@ def _table(summary: Summary) -> Table:
     if summary.num_predicted:
         table.add_row(
             "predicted against measured",
-            f"{summary.predicted_share - 1:+.1%} in all, off by {summary.error_p50:.1%} "
-            f"(median), {summary.error_p95:.1%} (95 of 100 less)",
+            f"{summary.predicted_share - 1:+.1%} in all,\noff by {summary.error_p50:.1%} (median),\n"
+            f"{summary.error_p95:.1%} (95 of 100 less)",
         )
     slowest = summary.slowest
     table.add_row(f"iteration, slowest: {slowest.iteration}", _describe(times_of(slowest)))
@@ -181,4 +181,4 @@ def _table(summary: Summary) -> Table:
 
 def _describe(times: IterationTimes) -> str:
     total, gpu, cpu = (ns / 1e6 for ns in (times.total_ns, times.gpu_busy_ns, times.cpu_busy_ns))
-    return f"{total:.1f} ms: gpu_svc {gpu:.1f}, cpu_attn_svc {cpu:.1f}"
+    return f"{total:.1f} ms: gpu_svc {gpu:.1f},\ncpu_attn_svc {cpu:.1f}"

@@ -1,23 +1,15 @@
 """`neoflex up`: the services on this machine, supervised until Ctrl-C."""
 
-import shutil
-import signal
-import tempfile
-import time
 import tomllib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any
 
 import typer
 from pydantic import ByteSize
-from rich.text import Text
 
-from neoflex.cli.output import STARTING, describe_kv, err, explain_device, memory_rows, starting
-from neoflex.logs import LogFollower
-from neoflex.supervisor import LocalStack
+from neoflex.cli.supervise import run_directory, supervise
+from neoflex.cli.voice import JsonVoice, PlainVoice
+from neoflex.supervisor import LocalStack, StackError
 from svc_common.config import (
     MAX_PORT,
     Config,
@@ -32,13 +24,10 @@ from svc_common.config import (
     parse,
 )
 from svc_common.cores import usable_cores
-from svc_common.memory import size_text, usable_memory_bytes
+from svc_common.memory import size_text
 from svc_common.model.store import resolve
 
-_POLL_S = 0.1
 _NO_HTTP = "off"
-_NAME_CHARS = len("cpu_attn_svc")
-_COLOURS = {"planner_svc": "cyan", "gpu_svc": "green", "cpu_attn_svc": "yellow", "gateway_svc": "magenta"}
 # By what name the user gave the value of a key.
 _TYPED = {
     ("gateway", "listen"): "--http",
@@ -163,9 +152,13 @@ def up(
     if cpu_attn_services is not None:
         config = divide_cpu_attn(config, cpu_attn_services)
     config = pin_model(with_gateway(config, http == _NO_HTTP))
-    with run_directory(run_dir) as directory:
-        stack = LocalStack(config, directory, on_event=lambda line: err.print(line, style="bold", markup=False))
-        supervise(stack, quiet)
+    voice = JsonVoice() if config.logging.format == "json" else PlainVoice()
+    try:
+        with run_directory(run_dir, voice) as directory:
+            stack = LocalStack(config, directory, on_event=voice.note)
+            supervise(stack, quiet, voice)
+    except StackError as error:
+        voice.fail(str(error))
 
 
 def effective_config(config_file: Path | None, options: dict[tuple[str, str], object]) -> Config:
@@ -237,111 +230,3 @@ def pin_model(config: Config) -> Config:
     source = str(files.gguf or files.directory)
     model = config.model.model_copy(update={"source": source, "name": config.model.name or files.name})
     return config.model_copy(update={"model": model})
-
-
-@contextmanager
-def run_directory(path: Path | None) -> Iterator[Path]:
-    """The given directory, or a private temporary one, which is kept only where something failed and left logs, or
-    where a service wrote its state."""
-    if path is not None:
-        yield path
-        return
-    directory = Path(tempfile.mkdtemp(prefix="neoflex-"))
-    keep = False
-    try:
-        yield directory
-    except Exception:
-        keep = any(directory.glob("*.log"))
-        raise
-    finally:
-        keep = keep or any(directory.glob("*.dump"))
-        if keep:
-            err.print(f"logs are kept in {directory}", style="dim", markup=False, soft_wrap=True)
-        else:
-            shutil.rmtree(directory, ignore_errors=True)
-
-
-class _StopSignals:
-    """Counts Ctrl-C, SIGTERM and SIGHUP; from the second one on the services are killed. SIGUSR1 goes on to them."""
-
-    def __init__(self, stack: LocalStack) -> None:
-        self.received = 0
-        self._stack = stack
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, self._handle)
-        signal.signal(signal.SIGUSR1, lambda number, frame: stack.ask_for_dumps())
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.received += 1
-        if self.received > 1:
-            self._stack.kill()
-
-
-def supervise(stack: LocalStack, quiet: bool) -> None:
-    signals = _StopSignals(stack)
-    started = time.monotonic()
-    follower = LogFollower({} if quiet else stack.log_paths)
-    stack.start()
-    try:
-        with starting() as spinner:
-            while not signals.received and not stack.is_ready():
-                _print_logs(follower)
-                spinner.update(f"{STARTING} {time.monotonic() - started:.0f} s")
-                time.sleep(_POLL_S)
-        _print_logs(follower)
-        ready = not signals.received
-        if ready:
-            _print_ready(stack, time.monotonic() - started)
-        while not signals.received:
-            stack.check()
-            _print_logs(follower)
-            time.sleep(_POLL_S)
-        drain_s = stack.config.planner.drain_s
-        mercy = f": running requests have {drain_s:g} s to end; a second Ctrl-C stops at once" if ready else ""
-        err.print(f"stopping{mercy}", style="bold")
-    finally:
-        stack.stop()
-        _print_logs(follower)
-
-
-def _print_logs(follower: LogFollower) -> None:
-    for name, line in follower.new_lines():
-        # In one piece: a spinner's redraw wipes out what has not yet come to the end of its line.
-        colour = _COLOURS[name.partition("-")[0]]
-        err.print(
-            Text.assemble((f"{name:>{max(_NAME_CHARS, follower.name_width)}}", colour), f" | {line}"), soft_wrap=True
-        )
-
-
-def _print_ready(stack: LocalStack, start_s: float) -> None:
-    info, model = stack.server_info(), stack.model_info()
-    kv = describe_kv(info, model)
-    chosen = ", the faster by measurement" if stack.config.gpu.dtype == "auto" and info.device == "cpu" else ""
-    err.print(f"[bold green]ready[/] on [bold]{stack.address}[/] after {start_s:.1f} s: {stack.config.model.name}")
-    err.print(f"  device {info.device}, computes in {model.compute_dtype}{chosen}")
-    err.print(f"  {kv}, mode {stack.config.planner.mode}")
-    if info.memory_use:
-        for place, what in memory_rows(info.memory_use):
-            err.print(f"  {place}: {what}", markup=False)
-        in_host = info.memory_use.host_bytes + (info.memory_use.device_bytes if info.device == "cpu" else 0)
-        err.print(f"  host memory asked for: {size_text(in_host)} of {size_text(usable_memory_bytes())}", markup=False)
-    explain_device(info.device, indent=2)
-    if stack.http_url:
-        err.print(f"  OpenAI-compatible HTTP: {stack.http_url}", markup=False)
-        if stack.console_url:
-            err.print(f"  console: {stack.console_url}", markup=False)
-    err.print(f"  logs in {stack.run_dir}", markup=False)
-    access = "".join(_access_options(stack.config))
-    err.print(f"  try: neoflex generate --address {stack.address}{access} 'Hello!'", markup=False, soft_wrap=True)
-
-
-def _access_options(config: Config) -> Iterator[str]:
-    """How a client on this machine gets in. Of client certificates each has its own."""
-    if config.tls and config.tls.ca and not config.planner.listen.startswith("unix:"):
-        yield f" --ca-file {config.tls.ca}"
-        if config.tls.server_name:
-            yield f" --server-name {config.tls.server_name}"
-    if config.planner.client_certificates:
-        yield " --certificate-file YOURS --key-file YOURS"
-    if config.planner.api_keys_file:
-        yield " --api-key-file YOURS"

@@ -30,7 +30,7 @@ def record(
             raise errors.cut_short(address) from None
         except grpc.RpcError as error:
             if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:  # Its own end.
-                raise errors.from_call(error, address) from error
+                raise errors.from_call(error, address, greeting=access.greeting) from error
         finally:
             call.cancel()
     return traces

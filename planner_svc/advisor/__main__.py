@@ -11,6 +11,7 @@ from planner_svc.advisor.errors import InputError
 from planner_svc.advisor.machines import read_machine, with_memory
 from planner_svc.advisor.models import find_spec
 from planner_svc.policy import NoPolicyError, PolicyEstimator, PolicySearch, decoder_figures
+from svc_common.wording import counted
 
 _PIPED_WIDTH = 200
 """Of a table that no terminal bounds."""
@@ -37,8 +38,8 @@ def _answer(options: Options) -> None:
     estimator = PolicyEstimator(decoder_figures(spec, dtype_bytes, dtype_bytes), machine)
     comparison = PolicySearch(estimator).compare(mix)
     title = (
-        f"{options.model} in {options.dtype} on {machine.name}: {mix.num_sequences} requests, "
-        f"{mix.prompt_tokens} tokens in, {mix.output_tokens} out"
+        f"{options.model} in {options.dtype} on {machine.name}: {counted(mix.num_sequences, 'request')}, "
+        f"{counted(mix.prompt_tokens, 'token')} in, {mix.output_tokens:,} out"
     )
     if options.json:
         print(json.dumps(report.to_json(title, estimator, comparison)))

@@ -5,6 +5,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -15,7 +16,7 @@ from planner_svc.policy import (
     PolicyEstimator,
     Prediction,
     TierUse,
-    layers_text,
+    layer_counts,
     pair_text,
     reasons,
 )
@@ -34,11 +35,12 @@ def to_json(title: str, estimator: PolicyEstimator, comparison: Comparison) -> d
 
 
 def tables(title: str, estimator: PolicyEstimator, comparison: Comparison) -> RenderableType:
-    """Times, traffic and memory of each kind of policy, and the reasons."""
+    """Times, traffic and memory of each kind of policy, and the reasons. 80 columns are enough for all tables."""
     num_layers = estimator.model.num_layers
-    why = Text("\n".join(f"  {line}" for line in reasons(estimator, comparison)))
-    parts: list[RenderableType] = [Text(title), _times(comparison, num_layers), _lanes(comparison.best)]
-    return Group(*parts, _traffic(comparison), Text("Why", style="bold"), why)
+    why = [Padding(Text(line), (0, 0, 0, 2)) for line in reasons(estimator, comparison)]
+    parts: list[RenderableType] = [Text(title), _times(comparison), _layers(comparison, num_layers)]
+    parts += [_lanes(comparison.best), _traffic(comparison), *_memory(comparison)]
+    return Group(*parts, Text("Why", style="bold"), *why)
 
 
 def _table(title: str, first: str, *columns: str) -> Table:
@@ -49,18 +51,9 @@ def _table(title: str, first: str, *columns: str) -> Table:
     return table
 
 
-def _times(comparison: Comparison, num_layers: int) -> Table:
-    table = _table(
-        "Policies, prefill / decode: the best of each kind",
-        "policy",
-        "x best",
-        "all, s",
-        "TTFT, s",
-        "TPOT, ms",
-        "tokens/s",
-        "layers in prefill",
-        "layers in decode",
-    )
+def _times(comparison: Comparison) -> Table:
+    title = "Policies, prefill / decode: the best of each kind"
+    table = _table(title, "policy", "x best", "all, s", "TTFT, s", "TPOT, ms", "tokens/s")
     for item in comparison.by_kind:
         table.add_row(
             pair_text(item),
@@ -69,9 +62,15 @@ def _times(comparison: Comparison, num_layers: int) -> Table:
             f"{item.ttft_s:.3g}",
             f"{item.tpot_s * 1e3:.3g}",
             f"{item.output_tokens_per_s:.3g}",
-            layers_text(item, num_layers, of_decode=False),
-            layers_text(item, num_layers, of_decode=True),
         )
+    return table
+
+
+def _layers(comparison: Comparison, num_layers: int) -> Table:
+    table = _table("Layers on the CPU, streamed to the GPU, resident there", "policy", "prefill", "decode")
+    for item in comparison.by_kind:
+        phases = (layer_counts(item, num_layers, of_decode=of_decode) for of_decode in (False, True))
+        table.add_row(pair_text(item), *(" / ".join(map(str, counts)) for counts in phases))
     return table
 
 
@@ -85,31 +84,23 @@ def _lanes(best: Prediction) -> Table:
 
 
 def _traffic(comparison: Comparison) -> Table:
-    """Over the link in each iteration, and memory at its fullest."""
-    table = _table(
-        "Link, GB an iteration, and memory, GB",
-        "policy",
-        "prefill up",
-        "down",
-        "decode up",
-        "down",
-        "GPU: weights",
-        "buffers",
-        "KV",
-        "activations",
-        "host: weights",
-        "KV",
-        "KV on host",
-    )
+    table = _table("Over the link, GB an iteration", "policy", "prefill: up", "down", "decode: up", "down")
+    for item in comparison.by_kind:
+        sizes = (size for phase in (item.prefill, item.decode) for size in (phase.up_bytes, phase.down_bytes))
+        table.add_row(pair_text(item), *map(_gb, sizes))
+    return table
+
+
+def _memory(comparison: Comparison) -> tuple[Table, Table]:
+    """At its fullest."""
+    on_gpu = _table("Memory of the GPU, GB", "policy", "weights", "buffers", "KV", "activations")
+    on_host = _table("Memory of the host, GB", "policy", "weights", "KV", "sequences with KV there")
     for item in comparison.by_kind:
         gpu, host = item.memory.gpu, item.memory.host
-        link = (
-            phase_bytes for phase in (item.prefill, item.decode) for phase_bytes in (phase.up_bytes, phase.down_bytes)
-        )
-        sizes = (*link, gpu.weights, gpu.buffers, gpu.kv, gpu.activations, host.weights, host.kv)
-        on_host = f"{item.memory.num_host_sequences} of {item.mix.num_sequences}"
-        table.add_row(pair_text(item), *(_gb(size) for size in sizes), on_host)
-    return table
+        on_gpu.add_row(pair_text(item), *map(_gb, (gpu.weights, gpu.buffers, gpu.kv, gpu.activations)))
+        sequences = f"{item.memory.num_host_sequences} of {item.mix.num_sequences}"
+        on_host.add_row(pair_text(item), _gb(host.weights), _gb(host.kv), sequences)
+    return on_gpu, on_host
 
 
 def _gb(num_bytes: float) -> str:

@@ -2,7 +2,7 @@
 
 from planner_svc.policy.chooser import PolicyChange, PolicyChooser
 from planner_svc.policy.estimate import PhaseEstimate, PolicyEstimator, Prediction, Timeline
-from planner_svc.policy.explain import KIND_NAMES, layers_text, pair_text, reasons
+from planner_svc.policy.explain import KIND_NAMES, layer_counts, layers_text, pair_text, reasons
 from planner_svc.policy.figures import DecoderFigures, LayerFigures, decoder_figures
 from planner_svc.policy.lanes import Lane, Segment, Step
 from planner_svc.policy.machine import Link, Machine, Processor, RateCurve
@@ -36,6 +36,7 @@ __all__ = [
     "TierUse",
     "Timeline",
     "decoder_figures",
+    "layer_counts",
     "layers_text",
     "measured_figures",
     "measured_machine",

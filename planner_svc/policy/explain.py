@@ -4,6 +4,7 @@ from planner_svc.policy.estimate import PhaseEstimate, PolicyEstimator, Predicti
 from planner_svc.policy.lanes import Lane
 from planner_svc.policy.search import Comparison
 from svc_common.policy import PolicyKind
+from svc_common.wording import as_long, counted
 
 KIND_NAMES = {
     PolicyKind.RESIDENT: "resident",
@@ -13,12 +14,18 @@ KIND_NAMES = {
 }
 
 
-def layers_text(prediction: Prediction, num_layers: int, *, of_decode: bool) -> str:
-    """Where a phase's layers run: "20 CPU, 2 streamed, 26 resident"."""
+def layer_counts(prediction: Prediction, num_layers: int, *, of_decode: bool) -> tuple[int, int, int]:
+    """A phase's layers: on the CPU, streamed and resident."""
     cpu_layers = prediction.decode.cpu_layers if of_decode else prediction.prefill.cpu_layers
     resident = min(prediction.policy.resident_layers, num_layers - cpu_layers)
-    counts = ((cpu_layers, "CPU"), (num_layers - cpu_layers - resident, "streamed"), (resident, "resident"))
-    return ", ".join(f"{count} {what}" for count, what in counts if count)
+    return cpu_layers, num_layers - cpu_layers - resident, resident
+
+
+def layers_text(prediction: Prediction, num_layers: int, *, of_decode: bool) -> str:
+    """In words: "20 CPU, 2 streamed, 26 resident"."""
+    counts = layer_counts(prediction, num_layers, of_decode=of_decode)
+    parts = zip(counts, ("CPU", "streamed", "resident"), strict=True)
+    return ", ".join(f"{count} {what}" for count, what in parts if count)
 
 
 def reasons(estimator: PolicyEstimator, comparison: Comparison) -> list[str]:
@@ -31,7 +38,8 @@ def reasons(estimator: PolicyEstimator, comparison: Comparison) -> list[str]:
     if best.memory.num_host_sequences:
         found.append(
             f"The GPU has room for the KV of {best.mix.num_sequences - best.memory.num_host_sequences} of "
-            f"{best.mix.num_sequences} sequences; the CPU attends for the others beside it."
+            f"{counted(best.mix.num_sequences, 'sequence')}; the CPU attends for "
+            f"{'the other' if best.memory.num_host_sequences == 1 else 'the others'} beside it."
         )
     return found + [_against(best, other) for other in comparison.by_kind[1:]]
 
@@ -61,11 +69,8 @@ def _against(best: Prediction, other: Prediction) -> str:
     lost = {True: other.decode.total_s - best.decode.total_s, False: other.prefill.total_s - best.prefill.total_s}
     of_decode = lost[True] >= lost[False]
     phase = other.decode if of_decode else other.prefill
-    ratio = other.total_s / best.total_s
-    return (
-        f"{pair_text(other)} takes {ratio:.3g} times as long: in {'decode' if of_decode else 'prefill'} "
-        f"{_bound_text(phase)}."
-    )
+    longer = as_long(other.total_s / best.total_s)
+    return f"{pair_text(other)} takes {longer}: in {'decode' if of_decode else 'prefill'} {_bound_text(phase)}."
 
 
 def _name(lane: Lane) -> str:

@@ -35,6 +35,9 @@ class GatewayConfig(Section):
     """Origins of web pages that may call, e.g. "https://chat.example.com"; "*" for any. None by default."""
     max_body_bytes: Annotated[Size, Field(ge=1024, le=_MAX_BODY_BYTES)] = ByteSize(8 * 2**20)
     """Largest body of a request."""
+    min_drain_s: Annotated[float, Field(ge=0, le=3600)] = 5.0
+    """So long at least 503 is answered after SIGTERM before connections are refused, that load balancers may notice;
+    then for as long as the planner drains. It ends earlier where the planner has ended."""
     console: bool = True
     """Serves a page at / with a chat and what the server does at the moment."""
 

@@ -106,6 +106,15 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _has_time_to_drain(self) -> "Config":
+        if self.gateway and self.gateway.min_drain_s > self.gateway_drain_s:
+            raise ValueError(
+                f"gateway.min_drain_s must be at most {self.gateway_drain_s:g}, 5 s more than planner.drain_s, "
+                f"is {self.gateway.min_drain_s:g}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _has_its_default_class(self) -> "Config":
         planner = self.planner
         if planner.default_class not in planner.classes:

@@ -146,7 +146,8 @@ EPOCHS_ENDED = _counter(
     PLANNER,
     "epochs_ended",
     "{epoch}",
-    "Epochs that ended, by why: executor_lost, engine_failed, host_lost, host_back, failed, policy.",
+    "Epochs that ended, by why: executor_lost, executor_stops, engine_failed, host_lost, host_stops, host_back, "
+    "failed, policy.",
     "reason",
 )
 ITERATION_TIME = _histogram(

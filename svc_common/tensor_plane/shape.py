@@ -1,5 +1,6 @@
 """The attention that one region is made for; both sides must name the same."""
 
+from collections import Counter
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -45,6 +46,19 @@ class RegionShape:
     hidden_size: int = 0
     max_tokens: int = 0
     """Most that pass the CPU layers in one iteration."""
+
+    def __str__(self) -> str:
+        """In one short line, for logs."""
+        windows = Counter(window for window in self.sliding_windows if window)
+        parts = [
+            f"{self.num_layers} layers, {self.num_cpu_layers} of them on the CPU",
+            f"heads {self.num_q_heads} / {self.num_kv_heads} of {self.head_dim}",
+            f"blocks of {self.block_tokens} tokens in {self.kv_dtype}, exchanged in {self.exchange_dtype}",
+            f"at most {self.max_sequences} sequences",
+            *(f"windows of {window} tokens in {num} layers" for window, num in sorted(windows.items())),
+            *([f"softcap {self.softcap:g}"] if self.softcap else []),
+        ]
+        return ", ".join(parts)
 
     @property
     def block_bytes(self) -> int:

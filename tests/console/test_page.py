@@ -165,7 +165,7 @@ def keep(name: str, picture: bytes) -> None:
 async def scripted(**keys: Any) -> AsyncIterator[tuple[FakePlanner, str]]:
     """A gateway with these keys of [gateway] before a scripted planner, and the page's address."""
     async with fake_planner() as planner:
-        config = GatewayConfig.model_validate({"listen": "127.0.0.1:0", **keys})
+        config = GatewayConfig.model_validate({"listen": "127.0.0.1:0", "min_drain_s": 0, **keys})
         server = GatewayServer(config, planner.address, grace_s=5)
         await server.start()
         try:

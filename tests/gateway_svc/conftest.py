@@ -32,7 +32,7 @@ async def start_gateway(planner: RunningPlanner) -> AsyncIterator[StartGateway]:
     async with AsyncExitStack() as stack:
 
         async def start(**keys: Any) -> str:
-            config = GatewayConfig.model_validate({"listen": "127.0.0.1:0", **keys})
+            config = GatewayConfig.model_validate({"listen": "127.0.0.1:0", "min_drain_s": 0, **keys})
             server = GatewayServer(config, planner.address, grace_s=5)
             await server.start()
             stack.push_async_callback(server.stop)

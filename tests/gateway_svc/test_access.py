@@ -30,7 +30,7 @@ def authority(tmp_path: Path) -> Authority:
 @asynccontextmanager
 async def gateway(planner_address: str, **sections: dict[str, Any]) -> AsyncIterator[GatewayServer]:
     """With these sections of the configuration."""
-    own = {"listen": "127.0.0.1:0", **sections.pop("gateway", {})}
+    own = {"listen": "127.0.0.1:0", "min_drain_s": 0, **sections.pop("gateway", {})}
     planner = {"listen": planner_address, **sections.pop("planner", {})}
     config = parse({"gateway": own, "planner": planner, **sections}, "test")
     server = GatewayServer(config.gateway or GatewayConfig(), planner_address, 5, access=access_of(config))
@@ -138,6 +138,21 @@ async def test_a_planner_that_refuses_it_is_the_operators_affair(tmp_path: Path)
     assert response.json()["error"]["code"] == "planner_refuses_gateway"
     assert "gateway.planner_key_file" in response.json()["error"]["message"]
     assert planner.fake.requests == []
+
+
+async def test_a_planner_that_speaks_tls_alone(authority: Authority, caplog: pytest.LogCaptureFixture) -> None:
+    tls = TlsFiles.of(TlsConfig.model_validate(authority.issue("planner").section))
+    async with (
+        fake_planner(door=Door(tls)) as planner,
+        gateway(planner.address) as server,
+        httpx2.AsyncClient(base_url=f"http://{server.address}") as client,
+    ):
+        responses = [await client.post(CHAT, json=HI) for _ in range(2)]
+        assert (await client.get("/health/ready")).status_code == 503
+    said = f"{planner.address} hangs up at once: it is likely to speak TLS alone; see [tls] of both services"
+    assert [response.status_code for response in responses] == [503, 503]
+    assert [response.json()["error"]["message"] for response in responses] == [said, said]
+    assert [record.getMessage() for record in caplog.records if record.name == "gateway_svc.planner"] == [said]
 
 
 async def test_headers_have_a_limit() -> None:

@@ -196,7 +196,7 @@ async def test_a_planner_that_is_lost(http: httpx2.AsyncClient, planner: Running
 
 
 async def test_a_page_does_not_hold_up_the_end(planner: RunningPlanner) -> None:
-    server = GatewayServer(GatewayConfig(listen="127.0.0.1:0"), planner.address, grace_s=600)
+    server = GatewayServer(GatewayConfig(listen="127.0.0.1:0", min_drain_s=0), planner.address, grace_s=600)
     planner.fake.traces.traces = [gpu_only(1, 0)]
     await server.start()
     async with asyncio.timeout(30), httpx2.AsyncClient(base_url=f"http://{server.address}") as client:

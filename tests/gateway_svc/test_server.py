@@ -96,7 +96,7 @@ async def test_a_quiet_stream_is_kept_alive(
 async def test_stopping_lets_streams_end_and_refuses_the_new(planner: RunningPlanner) -> None:
     hold = asyncio.Event()
     planner.fake.answer = Answer(hold=hold)
-    server = GatewayServer(GatewayConfig(listen="127.0.0.1:0"), planner.address, grace_s=30)
+    server = GatewayServer(GatewayConfig(listen="127.0.0.1:0", min_drain_s=0), planner.address, grace_s=30)
     await server.start()
     async with httpx2.AsyncClient(base_url=f"http://{server.address}") as client:
         async with client.stream("POST", CHAT, json={"messages": HI, "stream": True}) as response:
@@ -122,7 +122,7 @@ async def test_stopping_lets_streams_end_and_refuses_the_new(planner: RunningPla
 
 async def test_stopping_ends_streams_whose_time_is_up(planner: RunningPlanner) -> None:
     planner.fake.answer = Answer(hold=asyncio.Event())
-    server = GatewayServer(GatewayConfig(listen="127.0.0.1:0"), planner.address, grace_s=1)
+    server = GatewayServer(GatewayConfig(listen="127.0.0.1:0", min_drain_s=0), planner.address, grace_s=1)
     await server.start()
     async with (
         httpx2.AsyncClient(base_url=f"http://{server.address}") as client,
@@ -134,13 +134,57 @@ async def test_stopping_ends_streams_whose_time_is_up(planner: RunningPlanner) -
 
 
 async def test_stopping_with_nothing_in_hand_ends_at_once(planner: RunningPlanner) -> None:
-    server = GatewayServer(GatewayConfig(listen="127.0.0.1:0"), planner.address, grace_s=600)
+    server = GatewayServer(GatewayConfig(listen="127.0.0.1:0", min_drain_s=0), planner.address, grace_s=600)
     await server.start()
     async with httpx2.AsyncClient(base_url=f"http://{server.address}") as client:
         assert (await client.post(CHAT, json={"messages": HI})).status_code == 200
         await server.stop()  # Its connection is still open.
         with pytest.raises(httpx2.TransportError):
             await client.post(CHAT, json={"messages": HI})
+
+
+async def refuses(client: httpx2.AsyncClient) -> bool:
+    response = await client.post(CHAT, json={"messages": HI})
+    return (response.status_code, response.headers["retry-after"]) == (503, "1")
+
+
+@pytest.mark.parametrize("min_drain_s", [0, 600])
+async def test_it_says_that_it_drains_until_the_planner_has_ended(min_drain_s: float, planner: RunningPlanner) -> None:
+    """With nothing in hand: a planner that drains, or at first knows of nothing yet."""
+    config = GatewayConfig(listen="127.0.0.1:0", min_drain_s=min_drain_s)
+    server = GatewayServer(config, planner.address, grace_s=600)
+    await server.start()
+    await planner.server.set_ready(bool(min_drain_s))
+    async with asyncio.timeout(60), httpx2.AsyncClient(base_url=f"http://{server.address}") as client:
+        stopping = asyncio.create_task(server.stop())
+        await asyncio.sleep(0)  # It has begun.
+        for _ in range(3):
+            assert await refuses(client)
+            await asyncio.sleep(0.15)  # It looks at the planner meanwhile.
+        await planner.server.set_ready(False)
+        assert await refuses(client)
+        assert not stopping.done()
+        await planner.server.stop(0)
+        await stopping
+        with pytest.raises(httpx2.TransportError):
+            await client.post(CHAT, json={"messages": HI})
+
+
+async def test_beside_a_planner_that_goes_on_it_ends_when_its_time_is_up(
+    planner: RunningPlanner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr("gateway_svc.server.monotonic", lambda: now_s)
+    server = GatewayServer(GatewayConfig(listen="127.0.0.1:0"), planner.address, grace_s=600)
+    await server.start()
+    async with asyncio.timeout(60), httpx2.AsyncClient(base_url=f"http://{server.address}") as client:
+        stopping = asyncio.create_task(server.stop())
+        await asyncio.sleep(0)
+        now_s = 1004.9
+        assert await refuses(client)
+        assert not stopping.done()
+        now_s = 1005.0
+        await stopping
 
 
 async def test_each_request_leaves_one_line(
@@ -165,7 +209,7 @@ async def test_each_request_leaves_one_line(
 
 
 async def test_a_unix_socket(planner: RunningPlanner, tmp_path: Path) -> None:
-    server = GatewayServer(GatewayConfig(listen=f"unix:{tmp_path}/http"), planner.address, grace_s=1)
+    server = GatewayServer(GatewayConfig(listen=f"unix:{tmp_path}/http", min_drain_s=0), planner.address, grace_s=1)
     await server.start()
     transport = httpx2.AsyncHTTPTransport(uds=str(tmp_path / "http"))
     async with httpx2.AsyncClient(transport=transport, base_url="http://gateway") as client:
@@ -212,7 +256,7 @@ async def spawn(config: Path) -> asyncio.subprocess.Process:
 
 async def test_the_process_serves_and_drains(planner: RunningPlanner, tmp_path: Path) -> None:
     config = tmp_path / "config.toml"
-    config.write_text(f'[planner]\nlisten = "{planner.address}"\n[gateway]\nlisten = "127.0.0.1:0"\n')
+    config.write_text(f'[planner]\nlisten = "{planner.address}"\n[gateway]\nlisten = "127.0.0.1:0"\nmin_drain_s = 0\n')
     hold = asyncio.Event()
     planner.fake.answer = Answer(hold=hold)
     process = await spawn(config)

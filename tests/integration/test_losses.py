@@ -17,9 +17,9 @@ from support.processes import private_bytes
 from support.schemas import SCHEMAS
 
 from neoflex import AsyncClient, Client, FinishReason, NeoflexError
+from neoflex.generation import PositionLogprobs
 from neoflex.processes import RestartPolicy
 from neoflex.supervisor import LocalStack
-from neoflex.types import PositionLogprobs
 
 NUM_TOKENS = 96
 # Room for some of them on the GPU, the others go to the host; few points to measure at each start of gpu_svc.

@@ -20,6 +20,7 @@ def server() -> Iterator[InferenceServer]:
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Runs `neoflex ARGUMENT...` in this process."""
     monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("GRPC_VERBOSITY", "NONE")  # As the command sets it, and leaves it.
 
     def run_command(*arguments: str) -> Ended:
         monkeypatch.setattr(sys, "argv", ["neoflex", *arguments])

@@ -4,6 +4,8 @@ import asyncio
 import http.server
 import json
 import ssl
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,14 +14,25 @@ import pytest
 from support.certificates import Authority, Issued
 from support.command import Run
 from support.inference import InferenceServer, inference_server
+from support.stacks import own_environment
 from support.traces import gpu_only
 
-from neoflex import AccessError, AsyncClient, Client, NeoflexError, Tls, UnauthenticatedError, UnavailableError
+from neoflex import (
+    AccessError,
+    AsyncClient,
+    Client,
+    DeadlineExceededError,
+    NeoflexError,
+    Tls,
+    UnauthenticatedError,
+    UnavailableError,
+)
 from neoflex.access import Access
 from neoflex.health import complaint
 from svc_common.config import TlsConfig
 from svc_common.security.api_keys import ApiKeys
 from svc_common.security.door import Door
+from svc_common.security.handshake import handshake_trouble
 from svc_common.security.tls import TlsFiles
 
 
@@ -72,23 +85,97 @@ def test_with_both_a_client_is_served(guarded: InferenceServer, own: Issued) -> 
     assert asyncio.run(run()) == "a b c"
 
 
-def test_without_one_of_them_it_is_not(guarded: InferenceServer, own: Issued, authority: Authority) -> None:
+def test_without_a_key_it_is_not(guarded: InferenceServer, own: Issued) -> None:
     for key in ("", "wrong"):
         error = refused(guarded, tls_of(own), key)
         assert isinstance(error, UnauthenticatedError)
         assert error.reason == "API_KEY_INVALID"
-    bare = Tls(authority.ca, server_name="planner.internal")
-    assert isinstance(refused(guarded, bare, "secret"), UnavailableError)
-    assert isinstance(refused(guarded, False, "secret"), UnavailableError)
 
 
-def test_what_is_wrong_with_tls_is_said(guarded: InferenceServer, own: Issued, tmp_path: Path) -> None:
-    other = Tls(own.ca, own.certificate, own.key)
-    assert "for another name" in str(refused(guarded, other, "secret"))
-    foreign = Tls(Authority(tmp_path / "foreign").ca, own.certificate, own.key, "planner.internal")
-    assert "does not come from a CA that is trusted here" in str(refused(guarded, foreign, "secret"))
+@pytest.mark.parametrize(
+    ("mistake", "said"),
+    [
+        (
+            "another name",
+            "no TLS with {}: its certificate is for another name; see --server-name,",
+        ),
+        ("foreign CA", "no TLS with {}: its certificate does not come from a CA that is trusted here; see --ca-file,"),
+        ("public CAs", "no TLS with {}: its certificate does not come from a CA that is trusted here; see --ca-file,"),
+        ("no certificate", "no TLS with {}: it hangs up, likely for want of a client certificate; see --certificate"),
+        (
+            "foreign certificate",
+            "no TLS with {}: it hangs up, likely as the certificate shown has expired or does ",
+        ),
+        (
+            "expired certificate",
+            "no TLS with {}: it hangs up, likely as the certificate shown has expired or does ",
+        ),
+        ("plain", "{} hangs up at once: it is likely to speak TLS alone; see --tls and --ca-file, NEOFLEX_CA_FILE,"),
+    ],
+)
+def test_what_is_wrong_with_tls_is_said(
+    mistake: str, said: str, guarded: InferenceServer, own: Issued, authority: Authority, tmp_path: Path
+) -> None:
+    foreign = Authority(tmp_path / "foreign")
+    late, theirs = authority.issue("late", expired=True), foreign.issue("theirs")
+    tls = {
+        "another name": Tls(own.ca, own.certificate, own.key),
+        "foreign CA": Tls(foreign.ca, own.certificate, own.key, "planner.internal"),
+        "public CAs": Tls(None, own.certificate, own.key, "planner.internal"),
+        "no certificate": Tls(own.ca, server_name="planner.internal"),
+        "foreign certificate": Tls(own.ca, theirs.certificate, theirs.key, "planner.internal"),
+        "expired certificate": Tls(own.ca, late.certificate, late.key, "planner.internal"),
+        "plain": False,
+    }[mistake]
+    said = said.format(guarded.address)
+    error = refused(guarded, tls, "secret")
+    assert isinstance(error, UnavailableError)
+    assert error.message.startswith(said)
+
+    async def alike() -> str:
+        async with AsyncClient(guarded.address, tls=tls, api_key="secret", max_retries=0) as client:
+            with pytest.raises(UnavailableError) as caught:
+                [delta async for delta in client.stream("hello")]
+            return caught.value.message
+
+    assert asyncio.run(alike()).startswith(said)
+
+
+def test_a_server_without_tls(own: Issued) -> None:
     with inference_server() as plain:
-        assert "the server speaks none" in str(refused(plain, tls_of(own), "secret"))
+        assert "the server speaks none; see --tls" in str(refused(plain, tls_of(own), "secret"))
+
+
+def test_who_waits_is_told_as_well(guarded: InferenceServer) -> None:
+    with Client(guarded.address, tls=False) as client, pytest.raises(DeadlineExceededError) as caught:
+        client.wait_until_ready(1)
+    assert "was not ready within 1 s: " in caught.value.message
+    assert "likely to speak TLS alone" in caught.value.message
+
+
+def test_health_says_the_same(guarded: InferenceServer, own: Issued) -> None:
+    found = complaint(guarded.address, "readiness", 5, Access(Tls(own.ca, server_name="planner.internal")))
+    assert found is not None
+    assert found.startswith(f"no TLS with {guarded.address}: it hangs up, likely for want of a client certificate; see")
+
+
+def test_the_command_says_it_alone(guarded: InferenceServer, tmp_path: Path) -> None:
+    """Without lines of gRPC's core."""
+    foreign = Authority(tmp_path / "foreign").ca
+    options = ("--server-name", "planner.internal", "--ca-file", str(foreign))
+    command = [sys.executable, "-m", "neoflex.cli", "health", guarded.address, *options]
+    ended = subprocess.run(command, env=own_environment(), check=False, capture_output=True, text=True)
+    said = f"no TLS with {guarded.address}: its certificate does not come from a CA that is trusted here; see --ca-file"
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr.startswith(f"error: {said}")
+    assert ended.stderr.count("\n") == 1
+
+
+def test_a_socket_that_closes_is_no_matter_of_tls() -> None:
+    text = "failed to connect to all addresses; last error: UNAVAILABLE: unix:/x: Socket closed"
+    plain = Access().greeting
+    assert handshake_trouble(text, "unix:/x", plain) == ""
+    assert handshake_trouble("Socket closed", "127.0.0.1:1", plain) == ""  # In the middle of an answer.
 
 
 def test_files_that_are_none(own: Issued, tmp_path: Path) -> None:

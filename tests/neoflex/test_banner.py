@@ -8,6 +8,7 @@ import pytest
 from support.inference import InferenceServer
 
 from neoflex.cli import up
+from neoflex.cli.supervise import ready_lines
 from neoflex.client import Client
 
 
@@ -15,7 +16,7 @@ from neoflex.client import Client
     ("dtype", "device", "says"), [("auto", "cpu", True), ("bf16", "cpu", False), ("auto", "cuda", False)]
 )
 def test_the_type_to_compute_in_and_how_it_was_chosen(
-    dtype: str, device: str, says: bool, server: InferenceServer, capsys: pytest.CaptureFixture[str]
+    dtype: str, device: str, says: bool, server: InferenceServer
 ) -> None:
     with Client(server.address) as client:
         info, model = client.server_info(), client.model_info()
@@ -28,7 +29,6 @@ def test_the_type_to_compute_in_and_how_it_was_chosen(
         console_url=None,
         run_dir="run",
     )
-    up._print_ready(stack, 1.5)
-    line = next(line for line in capsys.readouterr().err.splitlines() if "computes in" in line)
+    line = next(line for line in ready_lines(stack, 1.5) if "computes in" in line)
     chosen = ", the faster by measurement" if says else ""
     assert line == f"  device {device}, computes in {model.compute_dtype}{chosen}"

@@ -15,8 +15,11 @@ from support.command import Ended, Run
 from support.inference import InferenceServer
 from support.stacks import own_environment
 
-from neoflex.cli import model, up
-from neoflex.cli.up import divide_cpu_attn, effective_config, pin_model, run_directory, with_gateway
+from neoflex.cli import model, voice
+from neoflex.cli.output import STARTING
+from neoflex.cli.supervise import print_logs, run_directory
+from neoflex.cli.up import divide_cpu_attn, effective_config, pin_model, with_gateway
+from neoflex.cli.voice import JsonVoice, PlainVoice
 from neoflex.client import Client
 from neoflex.logs import LogFollower
 from svc_common.config import Config, ConfigError, GatewayConfig
@@ -28,7 +31,7 @@ class TestGenerate:
     def test_streams_the_answer_and_says_what_it_took(self, run: Run, server: InferenceServer) -> None:
         ended = run("generate", "hello", "--address", server.address, "--raw", "--temperature", "0")
         assert (ended.code, ended.out) == (0, "a b c\n")
-        assert ended.err == "5 tokens in, 3 out · TTFT 250 ms · TPOT 500.0 ms · recomputed 1 times · stop\n"
+        assert ended.err == "5 tokens in, 3 out · TTFT 250 ms · TPOT 500.0 ms · recomputed once · stop\n"
         request = server.servicer.last_request
         assert request is not None
         assert (request.text, request.sampling.temperature) == ("hello", 0)
@@ -80,7 +83,7 @@ class TestGenerate:
     def test_a_class_and_targets_reach_the_server(self, run: Run, server: InferenceServer) -> None:
         options = ["--class", "chat", "--ttft", "0.5", "--tpot", "0.025"]
         ended = run("generate", "hello", "--address", server.address, *options)
-        assert ended.err.endswith(" · recomputed 1 times · late · stop\n")
+        assert ended.err.endswith(" · recomputed once · late · stop\n")
         request = server.servicer.last_request
         assert request is not None
         assert request.service_class == "chat"
@@ -178,13 +181,16 @@ class TestStatus:
             line.strip(" │").split("│")[0].strip(): line.strip(" │").split("│")[-1].strip()
             for line in ended.out.splitlines()
         }
-        assert lines["KV on the GPU"] == "3.0 MiB of 64.0 MiB, 3 of 64 blocks in fp16"
-        assert lines["KV on the host"] == "2.5 MiB of 64.0 MiB, 5 of 128 blocks in int8"
-        assert lines["pool 0"] == "2.5 MiB of 64.0 MiB, 5 of 128 blocks, 2 threads"
+        assert lines["KV on the GPU"] == "3.0 MiB of 64.0 MiB in fp16"
+        assert lines["KV on the host"] == "2.5 MiB of 64.0 MiB in int8"
+        assert lines["blocks"] == "5 of 128"
+        assert lines["pool 0"] == "2.5 MiB of 64.0 MiB, 2 threads"
+        sizes = [lines[name] for name in ("tokens in a KV block", "its size on the GPU", "and on the host")]
+        assert sizes == ["16", "1.0 MiB", "512.0 KiB"]
         assert lines["pool 1"] == "not attached: nothing answers at unix:/x"
         assert lines["device"] == "cpu, computes in fp32"
         assert lines["CPU attention threads"] == "2, elastic from 1 to 4"
-        assert lines["its threads grown, shrunk"] == "3, 2 times"
+        assert lines["CPU threads given, taken"] == "3 times, twice"
         assert lines["requests waiting"] == "1 of at most 1,024"
         assert lines["iterations, GPU-only"] == "40"
         assert lines["iterations, asymmetric"] == "2"
@@ -225,6 +231,22 @@ class TestStatus:
         assert ["the rest", "3.00"] in rows
         assert ["slower while both processors work", "12%"] in rows
 
+    def test_eighty_columns_are_enough(
+        self, run: Run, server: InferenceServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """No word is cut off, and no number broken."""
+
+        def cells(text: str) -> list[list[str]]:
+            return [line.split("│")[1:-1] for line in text.splitlines() if line.startswith("│")]
+
+        wide = cells(run("status", "--address", server.address).out)
+        monkeypatch.setattr(model.out, "_width", 80)
+        narrow = run("status", "--address", server.address).out
+        assert max(map(len, narrow.splitlines())) <= 80
+        assert [[cell.strip() for cell in row] for row in cells(narrow)] == [
+            [cell.strip() for cell in row] for row in wide
+        ]
+
 
 class TestModel:
     def test_list_says_what_is_here(self, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,8 +268,13 @@ class TestModel:
         path.parent.mkdir(parents=True)
         with path.open("wb") as file:
             file.truncate(BUILTIN_MODELS["smollm2-135m-instruct"].size_bytes)
-        rows = [line.split("│") for line in run("model", "list").out.splitlines() if line.startswith("│")]
-        assert "".join(row[-2].strip() for row in rows).startswith(f"{path}not here")
+        lines = run("model", "list").out.splitlines()
+        assert lines[:4] == [
+            "model smollm2-135m-instruct",
+            f"  size     {size_text(path.stat().st_size)}",
+            "  license  Apache-2.0",
+            f"  where    {path}",
+        ]
 
     def test_fetching_an_unknown_model(self, run: Run) -> None:
         ended = run("model", "fetch", "nope")
@@ -421,13 +448,40 @@ class TestUp:
                 written.append(text)
                 return len(text)
 
-        monkeypatch.setattr(up, "err", Console(file=Terminal(), width=40, color_system=None, force_terminal=True))
+        monkeypatch.setattr(voice, "err", Console(file=Terminal(), width=40, color_system=None, force_terminal=True))
         paths = {"gpu_svc": tmp_path / "gpu_svc.log", "planner_svc": tmp_path / "planner_svc.log"}
         follower = LogFollower(paths)
         paths["gpu_svc"].write_text(f"[bold] :smile: {'x' * 60}\n")
         paths["planner_svc"].write_text("listening\n")
-        up._print_logs(follower)
+        print_logs(follower, PlainVoice())
         assert written == [f"     gpu_svc | [bold] :smile: {'x' * 60}\n", " planner_svc | listening\n"]
+
+    def test_a_log_of_json_stays_one(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """Whoever speaks: a service, its last words, the supervisor, the command."""
+        own = '{"service": "gpu_svc", "message": "[bold] ready"}'
+        path = tmp_path / "gpu_svc.log"
+        follower = LogFollower({"gpu_svc": path})
+        path.write_text(f"{own}\nFatal Python error: Segmentation fault\n\n1\n")
+        speaker = JsonVoice()
+        print_logs(follower, speaker)
+        speaker.note("gpu_svc was ended by SIGSEGV; restart 1 of 5 in 0.5 s")
+        speaker.say("[bold green]ready[/] on [bold]127.0.0.1:1[/]", markup=True)
+        with speaker.starting() as spinner:
+            spinner.update("starting 1 s")
+        with pytest.raises(SystemExit):
+            speaker.fail("gpu_svc was ended by SIGSEGV\ngpu_svc | last words")
+        lines = capsys.readouterr().err.splitlines()
+        assert lines[0] == own
+        found = [json.loads(line) for line in lines[1:]]
+        assert [(item["service"], item["level"], item["message"]) for item in found] == [
+            ("gpu_svc", "ERROR", "Fatal Python error: Segmentation fault"),
+            ("gpu_svc", "ERROR", "1"),
+            ("neoflex up", "WARNING", "gpu_svc was ended by SIGSEGV; restart 1 of 5 in 0.5 s"),
+            ("neoflex up", "INFO", "ready on 127.0.0.1:1"),
+            ("neoflex up", "INFO", STARTING),
+            ("neoflex up", "CRITICAL", "gpu_svc was ended by SIGSEGV\ngpu_svc | last words"),
+        ]
+        assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", item["time"]) for item in found)
 
     def test_the_model_is_found_once_and_keeps_its_name(self, tmp_path: Path) -> None:
         path = tmp_path / "Model.Q4.gguf"

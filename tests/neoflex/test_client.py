@@ -22,7 +22,8 @@ from neoflex import (
     UnavailableError,
     Usage,
 )
-from neoflex.types import ClassLoad, Counters, HostPool, Load, ModelInfo, PositionLogprobs, ServiceClass, TokenLogprob
+from neoflex.generation import PositionLogprobs, TokenLogprob
+from neoflex.types import ClassLoad, Counters, HostPool, Load, ModelInfo, ServiceClass
 from neoflex.v1 import inference_pb2 as pb
 
 LOGPROBS = PositionLogprobs(TokenLogprob(7, -1.5), (TokenLogprob(9, -0.25),))

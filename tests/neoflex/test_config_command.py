@@ -25,6 +25,22 @@ def test_check_names_each_bad_key(run: Run, tmp_path: Path) -> None:
         assert complaint in ended.err
 
 
+def test_check_looks_at_the_files_that_one_names(run: Run, tmp_path: Path) -> None:
+    file, keys = tmp_path / "server.toml", tmp_path / "keys"
+    keys.write_text("key")
+    keys.chmod(0o644)
+    file.write_text(f'[planner]\napi_keys_file = "{keys}"\n')
+    ended = run("config", "check", str(file))
+    assert (ended.code, ended.out) == (0, "")
+    assert ended.err == (
+        f"{file}: planner.api_keys_file: {keys}: everybody on this machine may read it: chmod 600 {keys}\n"
+    )
+    file.write_text('[logging]\ndump_dir = "/nowhere"\n')
+    ended = run("config", "check", str(file))
+    assert (ended.code, ended.out) == (1, "")
+    assert ended.err == f"{file}: logging.dump_dir: /nowhere: there is no such directory\n"
+
+
 def test_check_of_no_file(run: Run, tmp_path: Path) -> None:
     ended = run("config", "check", str(tmp_path / "none.toml"))
     assert (ended.code, ended.err) == (1, f"error: {tmp_path}/none.toml: No such file or directory\n")

@@ -6,11 +6,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support.certificates import Authority
 from support.command import Run
 
-from neoflex import doctor
-from neoflex.doctor import Finding, Level, examine
+from neoflex.doctor import Finding, Level, examine, processors
 from svc_common.config import Config, parse
 
 
@@ -30,11 +28,11 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(doctor, "_gpu_name", lambda: None)
-    monkeypatch.setattr(doctor, "usable_cores", lambda: 4)
+    monkeypatch.setattr(processors, "gpu_name", lambda: None)
+    monkeypatch.setattr(processors, "usable_cores", lambda: 4)
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    monkeypatch.setattr(doctor, "usable_memory_bytes", lambda: 16 * 2**30)
-    monkeypatch.setattr(doctor, "read_spec", lambda files: SimpleNamespace(num_parameters=134_515_008))
+    monkeypatch.setattr(processors, "usable_memory_bytes", lambda: 16 * 2**30)
+    monkeypatch.setattr(processors, "read_spec", lambda files: SimpleNamespace(num_parameters=134_515_008))
     return tmp_path
 
 
@@ -116,8 +114,8 @@ def test_a_pool_larger_than_shared_memory(machine: Path) -> None:
     found = find(machine, "shared memory", cpu_attn={"kv_bytes": 2**60, "segment_dir": "/dev/shm"})
     assert found.level is Level.PROBLEM
     assert "--shm-size" in found.advice
-    found = find(machine, "shared memory", cpu_attn={"segment_dir": "/nowhere"})
-    assert found.advice == "cpu_attn.segment_dir: No such file or directory"
+    found = find(machine, "files", cpu_attn={"segment_dir": "/nowhere"})
+    assert found.advice == "cpu_attn.segment_dir: /nowhere: there is no such directory"
 
 
 def test_a_model_that_is_not_here(machine: Path) -> None:
@@ -127,7 +125,7 @@ def test_a_model_that_is_not_here(machine: Path) -> None:
 
 def test_cuda_without_a_gpu_and_a_gpu_without_cuda(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert find(machine, "GPU", gpu={"device": "cuda"}).level is Level.PROBLEM
-    monkeypatch.setattr(doctor, "_gpu_name", lambda: "NVIDIA A10G, 23028 MiB")
+    monkeypatch.setattr(processors, "gpu_name", lambda: "NVIDIA A10G, 23028 MiB")
     assert find(machine, "GPU").found == "NVIDIA A10G, 23028 MiB"
     assert find(machine, "GPU", gpu={"device": "cpu"}).level is Level.NOTE
     assert find(machine, "locked memory").topic == "locked memory"
@@ -158,17 +156,7 @@ def test_what_stands_open_is_said(machine: Path) -> None:
     ]
 
 
-def test_keys_and_certificates_are_looked_at(machine: Path, tmp_path: Path) -> None:
-    issued = Authority(tmp_path / "ca").issue("planner")
-    keys = tmp_path / "keys"
-    keys.write_text("key")
-    keys.chmod(0o600)
-    planner: dict[str, object] = {"listen": "0.0.0.0:1", "api_keys_file": str(keys)}
-    assert find(machine, "access", planner=planner, tls=issued.section).level is Level.OK
-    keys.chmod(0o644)
-    finding = find(machine, "access", planner=planner, tls=issued.section)
-    assert (finding.level, finding.advice.partition(":")[0]) == (Level.NOTE, "planner.api_keys_file")
-    issued.key.chmod(0o644)
-    finding = find(machine, "access", planner=planner, tls=issued.section)
-    assert finding.level is Level.PROBLEM
-    assert finding.advice.startswith(f"tls.key: {issued.key}: its mode is 0644")
+def test_what_the_configuration_names_is_looked_at(machine: Path) -> None:
+    assert find(machine, "files").level is Level.OK
+    found = find(machine, "files", model={"chat_template": "/nowhere"})
+    assert (found.level, found.advice) == (Level.PROBLEM, "model.chat_template: /nowhere: No such file or directory")

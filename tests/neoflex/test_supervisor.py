@@ -100,8 +100,24 @@ def test_addresses_of_the_environment_are_not_those_of_its_children(
     script = "import os, time; print(os.environ.get('NEOFLEX_PLANNER_LISTEN', 'none'), flush=True); time.sleep(600)"
     stack = bench.stack(argv={"gpu_svc": (sys.executable, "-c", script)})
     stack.start()
-    until(lambda: stack.log_paths["gpu_svc"].exists() and stack.log_paths["gpu_svc"].read_text() != "")
+    until(lambda: stack.log_paths["gpu_svc"].exists() and stack.log_paths["gpu_svc"].read_text().endswith("\n"))
     assert stack.log_paths["gpu_svc"].read_text() == "none\n"
+
+
+@pytest.mark.parametrize(
+    ("form", "own", "found"), [("json", None, "NONE"), ("json", "ERROR", "ERROR"), ("text", None, "-")]
+)
+def test_grpcs_core_is_silent_in_a_log_of_json(
+    form: str, own: str | None, found: str, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
+    if own:
+        monkeypatch.setenv("GRPC_VERBOSITY", own)
+    script = "import os, time; print(os.environ.get('GRPC_VERBOSITY', '-'), flush=True); time.sleep(600)"
+    stack = bench.stack(argv={"gpu_svc": (sys.executable, "-c", script)}, logging={"format": form})
+    stack.start()
+    until(lambda: stack.log_paths["gpu_svc"].exists() and stack.log_paths["gpu_svc"].read_text().endswith("\n"))
+    assert stack.log_paths["gpu_svc"].read_text() == f"{found}\n"
 
 
 def test_a_child_that_dies_at_start_ends_it_with_its_last_words(bench: Bench) -> None:
@@ -156,6 +172,27 @@ def test_it_gives_up_on_a_child_that_keeps_dying(bench: Bench) -> None:
     until(has_failed)
 
 
+def test_orderly_exits_are_no_restarts(bench: Bench) -> None:
+    """However many; the count of deaths goes on where it was."""
+    todo = bench.diary.with_name("todo")
+    script = (
+        f"import pathlib, time; p = pathlib.Path({str(todo)!r})\n"
+        "exec(p.read_text() if p.exists() else 'time.sleep(600)')"
+    )
+    stack = bench.stack(policy=NOT_AGAIN, argv={"gpu_svc": (sys.executable, "-c", script)})
+    stack.start()
+    stack.wait_ready(60)
+    todo.write_text("exit(0)")
+    os.kill(stack.pids["gpu_svc"], signal.SIGKILL)
+    until(lambda: len(bench.events) > 6)
+    todo.write_text("exit(3)")
+    until(lambda: stack._children["gpu_svc"].failure is not None)
+    assert stack._children["gpu_svc"].failure == "gpu_svc exited with code 3 after 2 restarts"
+    assert bench.events[0] == "gpu_svc was ended by SIGKILL; restart 1 of 2 in 0.01 s"
+    assert set(bench.events[1:-1]) == {"gpu_svc exited with code 0; started again in 0.01 s"}
+    assert bench.events[-1] == "gpu_svc exited with code 3; restart 2 of 2 in 0.01 s"
+
+
 def test_restarts_back_off_up_to_a_limit() -> None:
     policy = RestartPolicy(first_backoff_s=0.5, max_backoff_s=3)
     assert [policy.backoff_s(n) for n in range(5)] == [0.5, 1, 2, 3, 3]
@@ -180,7 +217,7 @@ def test_a_host_pool_of_nothing_needs_no_cpu_attention_service(bench: Bench) -> 
 
 
 def test_a_gateway_is_started_and_ends_with_the_planner(bench: Bench) -> None:
-    stack = bench.stack(gateway={"listen": "127.0.0.1:0"})
+    stack = bench.stack(gateway={"listen": "127.0.0.1:0", "min_drain_s": 0})
     assert set(stack.log_paths) == {*SERVICES, "gateway_svc"}
     stack.start()
     stack.wait_ready(60)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from support.command import Run
 from support.cpu_attention import Service
+from support.inference import InferenceServer
 
 from svc_common.cores import usable_cores
 
@@ -33,9 +34,23 @@ def test_they_are_shown_and_changed(service: Service, run: Run, monkeypatch: pyt
     assert service.status().num_threads == 1
 
 
+def test_the_planner_says_where_they_are(service: Service, run: Run, server: InferenceServer) -> None:
+    """As of a stack of `neoflex up`, whose services are where its run directory happens to be."""
+    server.servicer.cpu_attention_addresses = ("unix:/nowhere", service.listen)
+    planner = ("--planner", server.address)
+    assert run("threads", "--index", "1", *planner).out == f"1 of at most {usable_cores()}\n"
+    ended = run("threads", "--index", "2", *planner)
+    assert ended.code == 2
+    assert "must be from 0 to 1, is 2" in ended.err
+    server.servicer.cpu_attention_addresses = ()
+    ended = run("threads", *planner)
+    assert ended.code == 1
+    assert ended.err == f"error: {server.address} runs without a CPU attention service: cpu_attn.kv_bytes is 0\n"
+
+
 def test_what_is_no_service_is_said_before_anybody_is_called(run: Run, tmp_path: Path) -> None:
-    for arguments in (("0",), ("70000",), ("--index", "1"), ("--address", "nowhere"), ("--address", "a:1,b")):
-        assert run("threads", *arguments).code == 2
+    for arguments in ("0", "70000", "--address a:1 --index 1", "--address nowhere", "--address a:1,b", "--planner b"):
+        assert run("threads", *arguments.split()).code == 2
     nobody = f"unix:{tmp_path}/nobody"
     ended = run("threads", "--address", nobody)
     assert ended.code == 1

@@ -91,6 +91,24 @@ async def test_streams_go_on_when_the_executor_is_back(restarts: bool, start_rig
     await rig.until_free()
 
 
+async def test_an_executor_that_is_told_to_stop_is_no_loss(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("planner_svc.executor_loop.PROBE_EVERY_S", 0.02)
+    rig = await start_rig(slow())
+    streams, got = await begin(rig)
+    rig.executor.stopping = True
+    await rig.until(lambda: not rig.server._engine.availability.is_open)
+    assert await why_not_ready(rig) == "the executor was lost and is awaited"
+    await rig.executor.kill()
+    rig.executor.stopping = False
+    await rig.executor.start()
+    for text, tokens, rest in zip(TEXTS, got, await asyncio.gather(*map(collect, streams)), strict=True):
+        assert tokens + tokens_of(rest) == answer_of(rig, text, 40)
+    assert (await counters(rig)).executor_losses == 0
+    assert "executor let go: the executor has been told to stop" in caplog.text
+
+
 async def test_while_the_executor_is_away_new_requests_are_refused(start_rig: StartRig) -> None:
     """However many come: those in hand wait, the others are told to come back."""
     rig = await start_rig(slow(), max_waiting_requests=3)

@@ -156,6 +156,7 @@ async def test_a_stall_is_written_down_with_all_that_is_known(
     assert secret not in text
     info = await rig.stub.GetServerInfo(pb.GetServerInfoRequest())
     assert info.counters.stalls == 1
+    assert list(info.cpu_attention_addresses) == [host._address for host in rig.hosts]
     executor.gate.set()
     await collect(stream)
     await waiting

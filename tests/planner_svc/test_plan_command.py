@@ -87,7 +87,15 @@ def test_tables(plan):
     first = next(line for line in lines if line[:3] == ["offloading", "/", "partition"])
     assert first[3] == "1.00"
     assert "Decode by partition (" in out
-    assert max(map(len, out.splitlines())) <= 200
+    assert ["offloading", "/", "partition", "0", "/"] in [line[:5] for line in lines]  # Layers of prefill, by place.
+    tables, _, why = out.partition("Why\n")
+    assert max(map(len, tables.splitlines())) <= 80
+    assert max(map(len, why.splitlines())) <= 200
+
+
+def test_one_request(plan):
+    _, out, _ = plan("--batch", "1", "--prompt", "1", "--output", "1")
+    assert out.splitlines()[0] == "llama-2-7b in bf16 on box: 1 request, 1 token in, 1 out"
 
 
 def test_memory_and_type_change_the_answer(plan):

@@ -49,6 +49,7 @@ class ScriptedInference(inference_pb2_grpc.InferenceServiceServicer):
         self.num_refused = 0
         """Of those that said "busy twice"."""
         self.stream_cancelled = threading.Event()
+        self.cpu_attention_addresses: tuple[str, ...] = ()
 
     async def Generate(self, request: pb.GenerateRequest, context: Context[Any, Any]) -> pb.GenerateResponse:
         self._accept(request)
@@ -158,6 +159,7 @@ class ScriptedInference(inference_pb2_grpc.InferenceServiceServicer):
             cpu_attention_min_threads=1,
             cpu_attention_max_threads=4,
             counters=counters,
+            cpu_attention_addresses=self.cpu_attention_addresses,
             host_pools=[
                 pb.HostPoolInfo(num_blocks=128, num_threads=2, min_threads=1, max_threads=4),
                 pb.HostPoolInfo(error="nothing answers at unix:/x"),

@@ -26,6 +26,8 @@ def stand_in_stack(run_dir: Path, diary: Path, listen: str, **options: Any) -> L
     values: dict[str, object] = {"planner": {"listen": listen}}
     if gateway := options.pop("gateway", None):  # The real one.
         values["gateway"] = gateway
+    if logging := options.pop("logging", None):
+        values["logging"] = logging
     config = parse(values, "test")
     return LocalStack(config, run_dir, argv=commands, **options)
 

@@ -79,6 +79,10 @@ GIB = 2**30
             {"planner": {"classes": {"a b": {}}}},
             "planner.classes: a name must be of 1 to 64 letters, digits, - and _, is 'a b'",
         ),
+        (
+            {"planner": {"drain_s": 10}, "gateway": {"min_drain_s": 16}},
+            "test: gateway.min_drain_s must be at most 15, 5 s more than planner.drain_s, is 16",
+        ),
         ({"planner": {"classes": {"chat": {}}}}, "test: planner.default_class must be one of chat, is 'default'"),
         (
             {"planner": {"classes": {"default": {"ttft_s": 1}}}},

@@ -13,7 +13,7 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext
 from support.stacks import own_environment
 
 from svc_common.config import LoggingConfig
-from svc_common.logs import CONTEXT, JsonFormatter, TextFormatter, configure_logging, fields, log_about
+from svc_common.logs import CONTEXT, JsonFormatter, TextFormatter, configure_logging, fields, log_about, refuse_start
 
 
 @pytest.fixture
@@ -113,3 +113,23 @@ def test_a_process_that_ends_with_an_exception_says_so_in_the_same_form() -> Non
     assert (warned["level"], warned["logger"]) == ("WARNING", "py.warnings")
     assert (died["level"], died["message"]) == ("CRITICAL", "ends with an exception")
     assert died["exception"].endswith("KeyError: 'gone'")
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_a_start_that_cannot_be_ends_with_one_line_of_the_logs_form(
+    form: str, root: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure_logging("planner_svc", LoggingConfig.model_validate({"format": form}))
+    with pytest.raises(SystemExit) as ended:
+        refuse_start("planner_svc", "planner.listen: taken")
+    assert ended.value.code == 2
+    line = capsys.readouterr().err
+    if form == "text":
+        assert line == "planner_svc: planner.listen: taken\n"
+    else:
+        values = json.loads(line)
+        assert (values["service"], values["level"], values["message"]) == (
+            "planner_svc",
+            "CRITICAL",
+            "planner.listen: taken",
+        )
