@@ -1,0 +1,95 @@
+"""The papers' machines as loads: a model's shape, as much KV as the GPU there had room for, and lengths of requests."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from gpu_check.model import LLAMA_2_7B, LLAMA_3_1_8B, TINY, dummy_decoder, sixteen_bits
+from gpu_check.rows import Report
+from gpu_check.setting import Setting
+from gpu_svc.executor import Executor
+from gpu_svc.kv_cache import KvShape
+from gpu_svc.limits import Limits
+from svc_common.model.spec import ModelSpec
+
+BLOCK_TOKENS = 16
+_BESIDE_BYTES = 2 * 10**9
+"""On a GPU: CUDA itself, activations, what torch keeps."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """NEO's testbeds (MLSys 2025): KV that was left beside the weights, synthetic lengths of its figures 9 and 10."""
+
+    name: str
+    spec: ModelSpec
+    gpu_blocks: int
+    prompt_tokens: int
+    output_tokens: int
+    limits: Limits
+
+    @property
+    def gpu_tokens(self) -> int:
+        return self.gpu_blocks * BLOCK_TOKENS
+
+    @property
+    def mean_context_tokens(self) -> int:
+        """Halfway through the answer."""
+        return self.prompt_tokens + self.output_tokens // 2
+
+    @property
+    def longest_tokens(self) -> int:
+        """Of one request: lengths are uniform within a tenth around their means."""
+        return round(1.1 * (self.prompt_tokens + self.output_tokens)) + 2
+
+
+_LIMITS = Limits(max_sequences=256, max_batch_tokens=2048, max_sequence_tokens=2048)
+_CASES = {
+    "8b": Case("Llama-3.1-8B with 26,400 tokens (A10G)", LLAMA_3_1_8B, 1650, 1000, 100, _LIMITS),
+    "7b": Case("Llama-2-7B with 864 tokens (T4)", LLAMA_2_7B, 54, 500, 100, _LIMITS),
+}
+_TINY_LIMITS = Limits(max_sequences=12, max_batch_tokens=48, max_sequence_tokens=96)
+_TINY_CASES = {
+    "8b": Case("tiny Llama with 320 tokens", TINY, 20, 40, 10, _TINY_LIMITS),
+    "7b": Case("tiny Llama with 80 tokens", TINY, 5, 40, 10, _TINY_LIMITS),
+}
+
+
+def case_of(name: str, setting: Setting) -> Case:
+    return (_TINY_CASES if setting.tiny else _CASES)[name]
+
+
+@contextmanager
+def dummy_executor(case: Case, setting: Setting, report: Report, host_kv_bytes: int) -> Iterator[Executor | None]:
+    """With random weights and the case's KV; None, which a row tells, where the device is too small."""
+    if reason := does_not_fit(case, setting):
+        report.not_run(case.name, reason)
+        yield None
+        return
+    decoder = dummy_decoder(case.spec, setting)
+    shape = KvShape.of(case.spec, BLOCK_TOKENS, decoder.dtype)
+    executor = Executor(decoder, shape, case.gpu_blocks * shape.block_bytes, host_kv_bytes=host_kv_bytes)
+    try:
+        yield executor
+    finally:
+        executor.close()
+
+
+def does_not_fit(case: Case, setting: Setting, kv_tokens: int = 0) -> str:
+    """Why the device can't hold weights and KV, or nothing. `kv_tokens`: in place of the case's."""
+    if not setting.on_cuda:
+        return ""
+    free, total = torch.cuda.mem_get_info(setting.device)
+    dtype = sixteen_bits(setting.device)
+    kv_bytes = (kv_tokens or case.gpu_tokens) * case.spec.kv_bytes_per_token(dtype.itemsize)
+    needed = case.spec.weight_bytes(dtype.itemsize) + kv_bytes + _BESIDE_BYTES
+    if needed <= free:
+        return ""
+    return f"takes {needed / 1e9:.1f} GB, of {total / 1e9:.1f} GB on the device {free / 1e9:.1f} are free"
+
+
+def without_layers(spec: ModelSpec, num_layers: int) -> ModelSpec:
+    """The shape with so many layers."""
+    return replace(spec, num_layers=num_layers)
