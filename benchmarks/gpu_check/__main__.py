@@ -23,6 +23,7 @@ from typing import Any
 from gpu_check import absent
 
 _BUDGET_S, _TINY_BUDGET_S = 300.0, 6.0
+_LOG_LINES = 500
 COSTS = {
     "triton": "torch's own operations instead of the kernels",
     "zmq": "no attention on the CPU: GPU-only is all that runs",
@@ -68,6 +69,11 @@ def commit(checkout: Path) -> str:
     return "unknown"
 
 
+def _log_end(path: Path) -> list[str]:
+    """So that the JSON alone tells why something broke."""
+    return path.read_text(errors="replace").splitlines()[-_LOG_LINES:] if path.exists() else []
+
+
 def main() -> None:
     args = arguments()
     if args.tiny and args.device == "cpu":
@@ -87,7 +93,7 @@ def main() -> None:
         with suppress(Exception):
             import_module(f"gpu_check.{module}")
     out = Path(os.environ["OUT"])
-    for old in ("gpu_check.json", "gpu_check.log"):
+    for old in ("gpu_check.json", "gpu_check.txt", "gpu_check.log"):
         (out / old).unlink(missing_ok=True)
     budget_s = args.budget_s or (_TINY_BUDGET_S if args.tiny else _BUDGET_S)
     chosen = [s for s in STAGES if args.stages is None or any(s.name.startswith(name) for name in args.stages)]
@@ -107,8 +113,10 @@ def main() -> None:
         "packages": found,
         "missing": missing,
         "rows": [asdict(row) for row in rows],
+        "log": _log_end(out / "gpu_check.log"),
     }
     (out / "gpu_check.json").write_text(json.dumps(document, indent=1) + "\n")
+    (out / "gpu_check.txt").write_text(table(rows) + "\n")
     print(table(rows))
     num = {status: sum(row.status is status for row in rows) for status in Status}
     print(f"\n{', '.join(f'{count} {status.value}' for status, count in num.items() if count)}")

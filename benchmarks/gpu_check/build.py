@@ -1,6 +1,6 @@
 """Finds the C++ extensions or builds them: a tree of links beside them, so that the checkout stays as it is.
 
-    python build.py CHECKOUT DIRECTORY      prints where to import the packages from
+python build.py CHECKOUT DIRECTORY      prints where to import the packages from
 """
 
 import os
@@ -30,7 +30,14 @@ def built_in(tree: Path) -> bool:
 
 def _find(directory: Path, name: str) -> Path | None:
     # Not the suffix for any Python 3: what lies there may be another processor's.
-    return next((directory / f"{name}{suffix}" for suffix in EXTENSION_SUFFIXES[:1] if (directory / f"{name}{suffix}").exists()), None)
+    return next(
+        (
+            directory / f"{name}{suffix}"
+            for suffix in EXTENSION_SUFFIXES[:1]
+            if (directory / f"{name}{suffix}").exists()
+        ),
+        None,
+    )
 
 
 def prepare(checkout: Path, directory: Path) -> Path:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -15,6 +15,14 @@ from gpu_svc.limits import Limits
 from svc_common.model.spec import ModelSpec
 
 BLOCK_TOKENS = 16
+MODE_NAMES = {
+    "auto": "the scheduler's choice",
+    "gpu_only": "GPU-only",
+    "asymmetric": "asymmetric",
+    "same_layer": "same-layer overlap",
+    "decoupled": "decoupled cohort",
+}
+"""For people."""
 _BESIDE_BYTES = 2 * 10**9
 """On a GPU: CUDA itself, activations, what torch keeps."""
 
@@ -38,11 +46,6 @@ class Case:
     def mean_context_tokens(self) -> int:
         """Halfway through the answer."""
         return self.prompt_tokens + self.output_tokens // 2
-
-    @property
-    def longest_tokens(self) -> int:
-        """Of one request: lengths are uniform within a tenth around their means."""
-        return round(1.1 * (self.prompt_tokens + self.output_tokens)) + 2
 
 
 _LIMITS = Limits(max_sequences=256, max_batch_tokens=2048, max_sequence_tokens=2048)
@@ -88,8 +91,3 @@ def does_not_fit(case: Case, setting: Setting, kv_tokens: int = 0) -> str:
     if needed <= free:
         return ""
     return f"takes {needed / 1e9:.1f} GB, of {total / 1e9:.1f} GB on the device {free / 1e9:.1f} are free"
-
-
-def without_layers(spec: ModelSpec, num_layers: int) -> ModelSpec:
-    """The shape with so many layers."""
-    return replace(spec, num_layers=num_layers)

@@ -66,14 +66,20 @@ class Driver:
         sampling: Sampling = GREEDY,
     ) -> list[IterationResult]:
         """A whole prompt, chunk by chunk; yields its first token."""
-        blocks = self._blocks(tier, len(prompt) + room_tokens)
-        new: tuple[NewSequence, ...] = (NewSequence(sequence_id, tuple(prompt), tier, blocks, sampling),)
+        new: tuple[NewSequence, ...] = (self.new_sequence(sequence_id, prompt, tier, room_tokens, sampling),)
         results = []
         for start in range(0, len(prompt), chunk_tokens):
             chunk = PrefillChunk(sequence_id, start, min(chunk_tokens, len(prompt) - start))
             results.append(self.run(SubBatch(prefills=(chunk,)), mode=Mode.GPU_ONLY, new_sequences=new))
             new = ()
         return results
+
+    def new_sequence(
+        self, sequence_id: int, prompt: Sequence[int], tier: Tier, room_tokens: int, sampling: Sampling = GREEDY
+    ) -> NewSequence:
+        """To be part of a plan."""
+        blocks = self._blocks(tier, len(prompt) + room_tokens)
+        return NewSequence(sequence_id, tuple(prompt), tier, blocks, sampling)
 
     def swap(self, sequence_id: int, target: Tier, num_tokens: int) -> Swap:
         """To be part of a plan; the blocks left behind are not used again."""

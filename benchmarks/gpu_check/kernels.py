@@ -1,17 +1,17 @@
-"""Whether Triton's kernels compute what torch does: attention against float64, small operations against torch's own.
+"""Whether Triton's kernels compute what torch does in float64: attention by its formula, small operations by torch's.
 
 On a CPU they run in Triton's interpreter, which takes seconds for what a GPU does in microseconds.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gpu_check import absent
-from gpu_check.model import llama
+from gpu_check.model import llama, sixteen_bits
 from gpu_check.rows import Report
 from gpu_check.setting import Setting
 from svc_common.decoder.ops import DecoderOps, TorchOps
@@ -19,7 +19,7 @@ from svc_common.model.spec import ModelSpec
 
 _BLOCK_TOKENS = 16
 _ULPS = 6
-"""Of the type, that a result may be off by: torch rounds in between, too."""
+"""Of the type, that a result may be off by: some round in between."""
 _FP32_ERROR = 1e-4
 
 
@@ -42,8 +42,6 @@ class _Shape:
 
     @property
     def spec(self) -> ModelSpec:
-        from dataclasses import replace
-
         hidden = self.num_q_heads * self.head_dim
         spec = llama(1, hidden, hidden, self.num_q_heads, self.num_kv_heads, 64)
         return replace(spec, sliding_window=self.window, attention_softcap=self.softcap)
@@ -63,24 +61,22 @@ def run(setting: Setting, report: Report) -> None:
         report.not_run("Triton's kernels", f"{reason}: the executor uses torch's own operations")
         return
     torch.manual_seed(0)
-    dtypes = (torch.float32,) if setting.tiny else (torch.float32, torch.float16, _bf16(setting))
-    for dtype in dict.fromkeys(dtypes):
-        for what, ours, right in _cases(setting, dtype):
+    sixteen = sixteen_bits(setting.device)
+    # Each shape and type is compiled by itself, which takes seconds: all shapes in the type that models have.
+    shapes: dict[torch.dtype, tuple[_Shape, ...]] = {torch.float16: _SHAPES[:1], torch.float32: _SHAPES[:1]}
+    for dtype, of_type in ({torch.float32: _TINY_SHAPES} if setting.tiny else shapes | {sixteen: _SHAPES}).items():
+        for what, ours, right in _cases(of_type, 96 if setting.tiny else 4096, dtype, setting.device):
             _compare(report, f"{what}, {str(dtype).removeprefix('torch.')}", ours, right, dtype)
 
 
-def _bf16(setting: Setting) -> torch.dtype:
-    from gpu_check.model import sixteen_bits
-
-    return sixteen_bits(setting.device)
-
-
-def _cases(setting: Setting, dtype: torch.dtype) -> Iterator[tuple[str, Tensor, Tensor]]:
-    for shape in _TINY_SHAPES if setting.tiny else _SHAPES:
-        yield f"decode attention, {shape.name}", *_decode(shape, dtype, setting.device)
-        yield f"prefill attention, {shape.name}", *_prefill(shape, dtype, setting.device)
-    size = 96 if setting.tiny else 4096
-    yield from _small_operations(size, dtype, setting.device)
+def _cases(
+    shapes: tuple[_Shape, ...], size: int, dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """What is computed, by the kernel, and as it should be."""
+    for shape in shapes:
+        yield f"decode attention, {shape.name}", *_decode(shape, dtype, device)
+        yield f"prefill attention, {shape.name}", *_prefill(shape, dtype, device)
+    yield from _small_operations(size, dtype, device)
 
 
 def _compare(report: Report, what: str, ours: Tensor, right: Tensor, dtype: torch.dtype) -> None:
@@ -164,17 +160,16 @@ def _small_operations(size: int, dtype: torch.dtype, device: torch.device) -> It
     angles = torch.randn(5, 1, 16, device=device)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
 
-    def all_of(ops: DecoderOps) -> Iterator[tuple[str, Tensor]]:
-        yield "RMSNorm", ops.rms_norm(rows, weight, 1e-5)
-        sum_of = rows.clone()
-        yield "RMSNorm of a sum", ops.add_rms_norm_(sum_of, added, weight, 1e-5)
+    def all_of(ops: DecoderOps, to: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        yield "RMSNorm", ops.rms_norm(rows.to(to), weight.to(to), 1e-5)
+        sum_of, turned = rows.to(to, copy=True), heads.to(to, copy=True)
+        yield "RMSNorm of a sum", ops.add_rms_norm_(sum_of, added.to(to), weight.to(to), 1e-5)
         yield "its sum", sum_of
-        turned = heads.clone()
-        ops.rotate_(turned, cos, sin)
+        ops.rotate_(turned, cos.to(to), sin.to(to))
         yield "rotary embedding", turned
-        yield "SiLU and multiply", ops.silu_gate(rows)
+        yield "SiLU and multiply", ops.silu_gate(rows.to(to))
 
-    for (what, ours), (_, right) in zip(all_of(TritonOps()), all_of(TorchOps()), strict=True):
+    for (what, ours), (_, right) in zip(all_of(TritonOps(), dtype), all_of(TorchOps(), torch.float64), strict=True):
         yield what, ours, right
     kv = numbers(5, 2, 2, 32)
     blocks, offsets = torch.tensor([0, 3, 3, 2, 0], device=device), torch.tensor([5, 0, 1, 3, 4], device=device)

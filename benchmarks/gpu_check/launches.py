@@ -12,6 +12,7 @@ from gpu_check.setting import Setting
 from gpu_svc.executor import Executor
 from gpu_svc.kv_cache import KvShape
 from gpu_svc.limits import Limits
+from svc_common.decoder.decoder import Decoder
 from svc_common.model.spec import ModelSpec
 from svc_common.plan import Mode, SubBatch, Tier
 
@@ -38,6 +39,7 @@ def run(setting: Setting, report: Report) -> None:
 def _iteration_s(spec: ModelSpec, num_sequences: int, setting: Setting) -> float:
     """The median of decodes on the device, plan to result."""
     checkpoint = RandomCheckpoint(spec)
+    decoder: Decoder
     if setting.on_cuda:
         decoder = gpu_decoder(spec, checkpoint, sixteen_bits(setting.device), setting.device)
     else:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from gpu_check import absent
@@ -19,14 +20,14 @@ _RUNS = 5
 
 
 def run(setting: Setting, report: Report) -> None:
-    report.figure("processor", *_processor())
+    report.figure("processor", _processor())
     _cpu_reads(setting, report)
     if not setting.on_cuda:
         return
     if not torch.cuda.is_available():
         raise RuntimeError("torch finds no CUDA device; --device cpu --tiny runs all of it on the CPU")
     properties = torch.cuda.get_device_properties(setting.device)
-    facts = {
+    facts: dict[str, Any] = {
         "name": properties.name,
         "capability": ".".join(map(str, torch.cuda.get_device_capability(setting.device))),
         "memory_bytes": properties.total_memory,
@@ -40,10 +41,10 @@ def run(setting: Setting, report: Report) -> None:
     _products(setting, report)
 
 
-def _processor() -> tuple[str, Any]:
+def _processor() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return (f"{names[0] if names else platform.machine()}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} CPUs",)
+    return f"{names[0] if names else platform.machine()}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} CPUs"
 
 
 def _driver() -> str:
@@ -64,7 +65,8 @@ def _cpu_reads(setting: Setting, report: Report) -> None:
     from svc_common.cpu_kernels import ThreadPool, read_ceiling
 
     num_threads = 1 if setting.tiny else max(1, usable_cores() - 2)
-    bytes_per_s = read_ceiling(ThreadPool(num_threads), (2**24 if setting.tiny else 2**30))
+    memory = np.ones(2**24 if setting.tiny else 2**30, np.uint8)
+    bytes_per_s = read_ceiling(ThreadPool(num_threads, []), memory, _RUNS)
     what = "memory bandwidth of the CPU"
     report.figure(what, f"{bytes_per_s / 1e9:.1f} GB/s read by {num_threads} threads", bytes_per_s=bytes_per_s)
 

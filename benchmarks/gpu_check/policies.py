@@ -56,9 +56,7 @@ def _write(directory: Path) -> Path:
     return directory
 
 
-def _tokens(
-    setting: Setting, worker: Worker, model: Path, policy: ExecutionPolicy, epoch: int
-) -> dict[int, list[int]]:
+def _tokens(setting: Setting, worker: Worker, model: Path, policy: ExecutionPolicy, epoch: int) -> dict[int, list[int]]:
     from gpu_svc.device_kernels import decoder_ops
     from gpu_svc.device_memory import DeviceMemory
     from gpu_svc.link import Link

@@ -40,9 +40,7 @@ class Report:
     def check(self, what: str, passed: bool, detail: str = "", **figures: Any) -> None:
         self._add(what, Status.PASS if passed else Status.FAIL, None, "", detail, figures)
 
-    def figure(
-        self, what: str, detail: str, ratio: float | None = None, ratio_of: str = "", **figures: Any
-    ) -> None:
+    def figure(self, what: str, detail: str, ratio: float | None = None, ratio_of: str = "", **figures: Any) -> None:
         self._add(what, Status.MEASURED, ratio, ratio_of, detail, figures)
 
     def not_run(self, what: str, reason: str) -> None:

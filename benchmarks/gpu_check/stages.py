@@ -23,8 +23,8 @@ from gpu_check import absent, rows
 from gpu_check.rows import Report, Row
 from gpu_check.setting import Setting
 
-_GRACE_S = 30.0
-"""To start, compile kernels and make weights, beside the time that a stage is given."""
+_GRACE_S, _TINY_GRACE_S = 60.0, 300.0
+"""To start, compile kernels and make weights, beside the time that a stage is given; a busy CPU needs more of it."""
 _STRETCH = 2.0
 """What a stage may take, in multiples of that time, before it is ended."""
 
@@ -64,7 +64,7 @@ def run_all(setting: Setting, stages: Sequence[Stage], budget_s: float) -> list[
     for number, stage in enumerate(stages):
         left_s = budget_s - (time.monotonic() - started_s)
         share = stage.share / sum(each.share for each in stages[number:])
-        if left_s <= -_GRACE_S:
+        if left_s <= -_grace_s(setting):
             found += _told(stage, "no time is left, see --budget-s")
             continue
         stage_s = max(left_s, 0.0) * share
@@ -102,7 +102,11 @@ def run_one(setting: Setting, stage: Stage) -> list[Row]:
 
 
 def _limit_s(setting: Setting) -> float:
-    return _STRETCH * setting.seconds + _GRACE_S
+    return _STRETCH * setting.seconds + _grace_s(setting)
+
+
+def _grace_s(setting: Setting) -> float:
+    return _TINY_GRACE_S if setting.tiny else _GRACE_S
 
 
 def _end_group(process: BaseProcess) -> None:

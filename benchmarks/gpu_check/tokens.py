@@ -164,9 +164,7 @@ def _check_sixteen_bits(setting: Setting, report: Report, expected: dict[int, li
 
 def _logprobs(decoder: Decoder, texts: dict[int, tuple[int, ...]]) -> list[float]:
     executor = make_executor(decoder)
-    prefill = partial(
-        Driver(executor, LIMITS).prefill, tier=Tier.GPU, room_tokens=1, chunk_tokens=_CHUNK_TOKENS
-    )
+    prefill = partial(Driver(executor, LIMITS).prefill, tier=Tier.GPU, room_tokens=1, chunk_tokens=_CHUNK_TOKENS)
     logprobs = [
         value
         for i, text in texts.items()
