@@ -30,7 +30,8 @@ if ! mkdir -p "$build" 2>/dev/null || ! [ -w "$build" ]; then
 fi
 OUT=${OUT:-$([ -w "$checkout/build" ] && echo "$checkout/build/gpu_check" || echo "$build/out")}
 mkdir -p "$OUT"
-export OUT PYTHONDONTWRITEBYTECODE=1 TRITON_CACHE_DIR=$build/triton
+# Packages come from `tree`, whatever the current directory holds.
+export OUT PYTHONSAFEPATH=1 PYTHONDONTWRITEBYTECODE=1 TRITON_CACHE_DIR=$build/triton
 
 tree=$("$python" "$checkout/benchmarks/gpu_check/build.py" "$checkout" "$build")
 export PYTHONPATH=$tree:$checkout/benchmarks

@@ -1,6 +1,6 @@
 """`python -m gpu_check`, as gpu_check.sh calls it: runs the stages, prints the table, writes the JSON.
 
-Exit status: 0, or 1 where a check failed.
+Exit status: 0; 1 where a check failed; 2 where nothing could be run.
 """
 
 import argparse
@@ -46,7 +46,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--budget-s", type=float, help="what all should take, after starting; default 300")
     parser.add_argument("--without", action="append", default=[], metavar="PACKAGE", help="as if it were not installed")
     parser.add_argument("--stages", type=lambda text: text.split(","), help="some of them, by the beginnings of names")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.device == "cpu" and not args.tiny:
+        parser.error("--device cpu needs --tiny: all other models and loads are for a GPU")
+    if args.budget_s is not None and args.budget_s <= 0:
+        parser.error(f"--budget-s must be above 0, is {args.budget_s:g}")
+    return args
 
 
 def packages() -> dict[str, str]:
@@ -87,7 +92,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
     from gpu_check.rows import Status, table
     from gpu_check.setting import Setting
-    from gpu_check.stages import STAGES, run_all
+    from gpu_check.stages import NO_DEVICE, STAGES, run_all
 
     for module in _PRELOADED:  # Once for all stages; one that can't be imported says so in its stage.
         with suppress(Exception):
@@ -97,16 +102,23 @@ def main() -> None:
         (out / old).unlink(missing_ok=True)
     budget_s = args.budget_s or (_TINY_BUDGET_S if args.tiny else _BUDGET_S)
     chosen = [s for s in STAGES if args.stages is None or any(s.name.startswith(name) for name in args.stages)]
+    if not chosen:
+        print(f"--stages: there are {', '.join(stage.name for stage in STAGES)}", file=sys.stderr)
+        sys.exit(2)
     scratch = Path(tempfile.mkdtemp(prefix="nfx-"))
     started_s = time.monotonic()
     try:
         rows = run_all(Setting(args.device, args.tiny, 0.0, out, scratch, tuple(args.without)), chosen, budget_s)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+    if any(row.detail.endswith(NO_DEVICE) for row in rows):
+        print(f"{NO_DEVICE}; --device cpu --tiny runs all of it, small, on the CPU", file=sys.stderr)
+        sys.exit(2)
     document: dict[str, Any] = {
         "format": 1,
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(args.checkout),
+        "machine": {row.what: row.detail for row in rows if row.stage == "machine"},
         "device": args.device,
         "tiny": args.tiny,
         "took_s": round(time.monotonic() - started_s, 1),

@@ -28,16 +28,9 @@ def built_in(tree: Path) -> bool:
     return all(_find(tree / package, name) for name, package in EXTENSIONS.items())
 
 
-def _find(directory: Path, name: str) -> Path | None:
-    # Not the suffix for any Python 3: what lies there may be another processor's.
-    return next(
-        (
-            directory / f"{name}{suffix}"
-            for suffix in EXTENSION_SUFFIXES[:1]
-            if (directory / f"{name}{suffix}").exists()
-        ),
-        None,
-    )
+def _find(directory: Path, name: str) -> bool:
+    # Not as built for any Python 3: what lies there may be another processor's.
+    return (directory / f"{name}{EXTENSION_SUFFIXES[0]}").exists()
 
 
 def prepare(checkout: Path, directory: Path) -> Path:
@@ -85,9 +78,10 @@ def _compile(checkout: Path, directory: Path) -> None:
 
 
 def _first_error(log: Path) -> str:
-    lines = log.read_text(errors="replace").splitlines()
-    errors = [line for line in lines if "error" in line.lower()]
-    return (errors or lines or ["cmake said nothing"])[0].strip()
+    """The line that says so and, as CMake's own begin with a place, two more."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    first = next((number for number, line in enumerate(lines) if "error" in line.lower()), len(lines) - 3)
+    return " ".join(lines[max(first, 0) :][:3])[:300] or "cmake said nothing"
 
 
 def main() -> None:

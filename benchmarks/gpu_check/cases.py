@@ -31,7 +31,8 @@ _BESIDE_BYTES = 2 * 10**9
 class Case:
     """NEO's testbeds (MLSys 2025): KV that was left beside the weights, synthetic lengths of its figures 9 and 10."""
 
-    name: str
+    model: str
+    """Its shape's, as people know it."""
     spec: ModelSpec
     gpu_blocks: int
     prompt_tokens: int
@@ -50,13 +51,14 @@ class Case:
 
 _LIMITS = Limits(max_sequences=256, max_batch_tokens=2048, max_sequence_tokens=2048)
 _CASES = {
-    "8b": Case("Llama-3.1-8B with 26,400 tokens (A10G)", LLAMA_3_1_8B, 1650, 1000, 100, _LIMITS),
-    "7b": Case("Llama-2-7B with 864 tokens (T4)", LLAMA_2_7B, 54, 500, 100, _LIMITS),
+    # An A10G's, a T4's.
+    "8b": Case("Llama-3.1-8B", LLAMA_3_1_8B, 1650, 1000, 100, _LIMITS),
+    "7b": Case("Llama-2-7B", LLAMA_2_7B, 54, 500, 100, _LIMITS),
 }
 _TINY_LIMITS = Limits(max_sequences=12, max_batch_tokens=48, max_sequence_tokens=96)
 _TINY_CASES = {
-    "8b": Case("tiny Llama with 320 tokens", TINY, 20, 40, 10, _TINY_LIMITS),
-    "7b": Case("tiny Llama with 80 tokens", TINY, 5, 40, 10, _TINY_LIMITS),
+    "8b": Case("a tiny Llama", TINY, 20, 40, 10, _TINY_LIMITS),
+    "7b": Case("a tiny Llama", TINY, 5, 40, 10, _TINY_LIMITS),
 }
 
 
@@ -68,7 +70,7 @@ def case_of(name: str, setting: Setting) -> Case:
 def dummy_executor(case: Case, setting: Setting, report: Report, host_kv_bytes: int) -> Iterator[Executor | None]:
     """With random weights and the case's KV; None, which a row tells, where the device is too small."""
     if reason := does_not_fit(case, setting):
-        report.not_run(case.name, reason)
+        report.not_run("all", f"{case.model} {reason}")
         yield None
         return
     decoder = dummy_decoder(case.spec, setting)

@@ -15,6 +15,7 @@ import torch
 from gpu_check import absent
 from gpu_check.rows import Report
 from gpu_check.setting import Setting
+from gpu_check.stages import NO_DEVICE
 
 _RUNS = 5
 
@@ -25,7 +26,7 @@ def run(setting: Setting, report: Report) -> None:
     if not setting.on_cuda:
         return
     if not torch.cuda.is_available():
-        raise RuntimeError("torch finds no CUDA device; --device cpu --tiny runs all of it on the CPU")
+        raise RuntimeError(NO_DEVICE)
     properties = torch.cuda.get_device_properties(setting.device)
     facts: dict[str, Any] = {
         "name": properties.name,

@@ -20,10 +20,13 @@ def run(setting: Setting, report: Report) -> None:
     if not setting.on_cuda and (reason := absent.lacking(*absent.EXTENSION_MODULES)):
         report.not_run(_WHAT, f"{reason}: device cpu computes with them")
         return
-    import transformers
-
+    try:
+        from transformers import LlamaConfig, LlamaForCausalLM
+    except Exception as error:  # Of another torch, or without a package that it needs.
+        report.not_run(_WHAT, f"transformers cannot be imported: {error}")
+        return
     checkpoint = tiny_checkpoint()
-    model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**hf_config(TINY)))
+    model: Any = LlamaForCausalLM(LlamaConfig(**hf_config(TINY)))
     model.load_state_dict(checkpoint.tensors)
     model.eval()
     expected = {i: _greedy(model, prompt) for i, prompt in PROMPTS.items()}

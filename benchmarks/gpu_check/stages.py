@@ -25,6 +25,8 @@ from gpu_check.setting import Setting
 
 _GRACE_S, _TINY_GRACE_S = 60.0, 300.0
 """To start, compile kernels and make weights, beside the time that a stage is given; a busy CPU needs more of it."""
+NO_DEVICE = "torch finds no CUDA device"
+"""Why nothing of a run can be done."""
 _STRETCH = 2.0
 """What a stage may take, in multiples of that time, before it is ended."""
 
@@ -53,7 +55,7 @@ STAGES = (
     Stage("serving, Llama-3.1-8B", "serving", 0.20, case="8b"),
     Stage("loads, Llama-2-7B", "loads", 0.12, case="7b"),
     Stage("serving, Llama-2-7B", "serving", 0.16, case="7b"),
-    Stage("peer", "peer", 0.10, case="8b"),
+    Stage("peer", "peer", 0.10),
 )
 
 
@@ -71,6 +73,8 @@ def run_all(setting: Setting, stages: Sequence[Stage], budget_s: float) -> list[
         print(f"... {stage.name}", file=sys.stderr, flush=True)
         of_stage = run_one(replace(setting, seconds=stage_s), stage)
         found += of_stage
+        if any(row.detail.endswith(NO_DEVICE) for row in of_stage):
+            return found
         if stage.module == "kernels" and any(row.status is rows.Status.FAIL for row in of_stage):
             # Once is enough to know; what else works is still to be seen.
             setting = replace(setting, without=(*setting.without, "triton"))
