@@ -7,107 +7,32 @@ by tokens per second; what it predicts is compared with what is then measured.
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
-import torch
 
 from gpu_check import absent
 from gpu_check.cases import BLOCK_TOKENS, MODE_NAMES, Case, case_of, dummy_executor
 from gpu_check.estimates import estimator
 from gpu_check.host import Worker, cpu_attention
+from gpu_check.rig import Load, Rig
 from gpu_check.rows import Report
 from gpu_check.setting import Setting
+from gpu_check.timelines import profile_kernels, timelines
 from gpu_svc.cpu_trip import cpu_trip
 from gpu_svc.executor import Executor
 from neoflex.trace.chrome import to_chrome
-from neoflex.trace.summary import summarize
 from planner_svc.estimator import CohortLoad, IterationLoad, SubBatchLoad, TableEstimator, hidden_cohort_layers
-from svc_common.plan import CohortStep, IterationPlan, IterationResult, Mode, NewSequence, SubBatch, Tier
+from svc_common.plan import Mode
 from svc_common.trace import IterationTrace
 
 _WARM_UP = 3
 _LEAST, _MOST = 5, 500
 """Iterations, or steps of a cohort, that are measured, whatever time there is."""
-_TRACED = 4
 _TRIPS = (1, 16, 64)
-
-
-@dataclass(frozen=True)
-class _Load:
-    """What the host attends in a mode, and what the estimator thinks of it."""
-
-    in_first: int
-    """Sequences in the first sub-batch, or the only one."""
-    in_second: int
-    """In the second one, or in the cohort."""
-    cohort_layers: int
-    predicted_s: float
-    tokens: float
-    """Of an iteration, on average."""
-
-    @property
-    def on_host(self) -> int:
-        return self.in_first + self.in_second
-
-
-class _Rig:
-    """An open epoch: as many sequences on the device as it has room for, the others on the host."""
-
-    def __init__(self, executor: Executor, case: Case) -> None:
-        epoch = executor._epoch  # Contexts are set, not computed.
-        assert epoch is not None
-        self._executor, self._epoch = executor, epoch
-        self.context_tokens = case.mean_context_tokens
-        blocks_each = -(-(self.context_tokens + 1) // BLOCK_TOKENS)
-        host_blocks = epoch.host.num_blocks if epoch.host else 0
-        num_gpu = executor.num_gpu_blocks() // blocks_each
-        num_host = min(host_blocks // blocks_each, case.limits.max_sequences - num_gpu)
-        self.on_gpu = tuple(range(num_gpu))
-        self.on_host = tuple(range(num_gpu, num_gpu + num_host))
-        new = [
-            NewSequence(ids[i], (1,), tier, tuple(range(i * blocks_each, (i + 1) * blocks_each)))
-            for ids, tier in ((self.on_gpu, Tier.GPU), (self.on_host, Tier.HOST))
-            for i in range(len(ids))
-        ]
-        self._run(Mode.GPU_ONLY, new_sequences=tuple(new))
-        self._slots = epoch.table.slots((*self.on_gpu, *self.on_host))
-        self._next_layer = 0
-
-    def run(self, mode: Mode, load: _Load, trace: bool = False) -> IterationResult:
-        """One iteration over contexts of the same length as ever."""
-        if not self._next_layer:  # Not in the middle of a cohort's step.
-            self._epoch.table.computed_tokens[self._slots] = self.context_tokens - 1
-        first, second = self.on_host[: load.in_first], self.on_host[load.in_first : load.on_host]
-        batch = SubBatch(gpu_decodes=self.on_gpu, cpu_decodes=first)
-        if mode is Mode.ASYMMETRIC:
-            return self._run(mode, trace, sub_batches=(batch, SubBatch(cpu_decodes=second)))
-        if mode is not Mode.DECOUPLED:
-            return self._run(mode, trace, sub_batches=(batch,))
-        num_layers = self._executor.decoder.spec.num_layers
-        step = CohortStep(second, self._next_layer, min(load.cohort_layers, num_layers - self._next_layer))
-        self._next_layer = (self._next_layer + step.num_layers) % num_layers
-        return self._run(mode, trace, sub_batches=(batch,), cohort=step)
-
-    def step_s(self, mode: Mode, load: _Load) -> float:
-        """Seconds of one iteration, of a cohort's step the mean of its iterations."""
-        results = [self.run(mode, load)]
-        while self._next_layer:
-            results.append(self.run(mode, load))
-        assert sum(len(result.tokens) for result in results) == round(load.tokens * len(results))
-        return statistics.fmean(result.timings.total_ns / 1e9 for result in results)
-
-    def _run(self, mode: Mode, trace: bool = False, **work: object) -> IterationResult:
-        number = self._epoch.last_iteration + 1
-        plan = IterationPlan(self._epoch.number, number, mode, trace=trace, **work)  # type: ignore[arg-type]
-        result = self._executor.run(plan)
-        if result.error is not None:
-            raise RuntimeError(f"{mode.value}: {result.error_message}")
-        return result
 
 
 def run(setting: Setting, report: Report, case_name: str) -> None:
@@ -133,7 +58,7 @@ def _measure_all(
     estimates = estimator(executor, setting, report, case_name, host is not None)
     if worker:
         _measure_trips(report, executor, worker)
-    rig = _Rig(executor, case)
+    rig = Rig(executor, case)
     modes = [*Mode] if worker and rig.on_host else [Mode.GPU_ONLY]
     traces: list[IterationTrace] = []
     base_per_s = 0.0
@@ -141,19 +66,14 @@ def _measure_all(
         load = _choose(estimates, rig, mode)
         per_s = _measure(setting, report, rig, mode, load, setting.seconds / (2 * len(modes)), base_per_s)
         base_per_s = base_per_s or per_s
-        traces += _timelines(report, rig, mode, load)
+        traces += timelines(report, rig, mode, load)
     path = setting.out / f"iterations-{case_name}.json"
     path.write_text(json.dumps(to_chrome(traces)))
     report.figure("timelines of iterations", f"{path}, for https://ui.perfetto.dev")
     if setting.on_cuda:
-        _profile_kernels(setting, report, case_name, rig, estimates, modes)
-    report.figure("the executor's status", "in the JSON", status=vars_of(executor))
-
-
-def vars_of(executor: Executor) -> dict[str, object]:
-    """All that the executor reports of itself."""
-    status = executor.status()
-    return {name: getattr(status, name) for name in status.__dataclass_fields__}
+        mode = Mode.ASYMMETRIC if Mode.ASYMMETRIC in modes else Mode.GPU_ONLY
+        profile_kernels(setting, report, case_name, rig, mode, _choose(estimates, rig, mode))
+    report.figure("the executor's status", "in the JSON", status=asdict(executor.status()))
 
 
 def _measure_trips(report: Report, executor: Executor, worker: Worker) -> None:
@@ -175,11 +95,11 @@ def _measure_trips(report: Report, executor: Executor, worker: Worker) -> None:
         report.figure(f"hop of {num} sequences", f"{detail}, {worker.instruction_set}", **figures)
 
 
-def _choose(estimates: TableEstimator, rig: _Rig, mode: Mode) -> _Load:
+def _choose(estimates: TableEstimator, rig: Rig, mode: Mode) -> Load:
     return max(_loads(estimates, rig, mode), key=lambda load: load.tokens / load.predicted_s)
 
 
-def _loads(estimates: TableEstimator, rig: _Rig, mode: Mode) -> Iterator[_Load]:
+def _loads(estimates: TableEstimator, rig: Rig, mode: Mode) -> Iterator[Load]:
     """All that are considered; at least one sequence is attended on the CPU in all modes but GPU-only."""
     context, num_gpu = rig.context_tokens, len(rig.on_gpu)
 
@@ -193,20 +113,20 @@ def _loads(estimates: TableEstimator, rig: _Rig, mode: Mode) -> Iterator[_Load]:
         )
 
     if mode is Mode.GPU_ONLY:
-        yield _Load(0, 0, 0, estimates.iteration_s(IterationLoad(batch(num_gpu, 0))), num_gpu)
+        yield Load(0, 0, 0, estimates.iteration_s(IterationLoad(batch(num_gpu, 0))), num_gpu)
         return
     for num in _counts(len(rig.on_host)):
         if mode is Mode.SAME_LAYER:
-            yield _Load(num, 0, 0, estimates.iteration_s(IterationLoad(batch(num_gpu, num))), num_gpu + num)
+            yield Load(num, 0, 0, estimates.iteration_s(IterationLoad(batch(num_gpu, num))), num_gpu + num)
         elif mode is Mode.ASYMMETRIC:
             for first in {0, num // 4, num // 2} - {num}:
                 load = IterationLoad(batch(num_gpu, first), batch(0, num - first))
-                yield _Load(first, num - first, 0, estimates.iteration_s(load), num_gpu + num)
+                yield Load(first, num - first, 0, estimates.iteration_s(load), num_gpu + num)
         else:
             yield _cohort(estimates, batch(num_gpu, 0), num, context)
 
 
-def _cohort(estimates: TableEstimator, batch: SubBatchLoad, num: int, context: int) -> _Load:
+def _cohort(estimates: TableEstimator, batch: SubBatchLoad, num: int, context: int) -> Load:
     """With as many layers as hide beside the batch."""
     num_layers = estimates.num_layers
     layer_s = estimates.iteration_s(IterationLoad(batch)) / num_layers
@@ -217,7 +137,7 @@ def _cohort(estimates: TableEstimator, batch: SubBatchLoad, num: int, context: i
     load = IterationLoad(batch, cohort=CohortLoad(num, num * context, layers))
     last = IterationLoad(batch, cohort=CohortLoad(num, num * context, num_layers - (num_parts - 1) * layers, num))
     step_s = (num_parts - 1) * estimates.iteration_s(load) + estimates.iteration_s(last)
-    return _Load(0, num, layers, step_s / num_parts, batch.num_outputs + num / num_parts)
+    return Load(0, num, layers, step_s / num_parts, batch.num_outputs + num / num_parts)
 
 
 def _counts(most: int) -> Iterator[int]:
@@ -230,7 +150,7 @@ def _counts(most: int) -> Iterator[int]:
 
 
 def _measure(
-    setting: Setting, report: Report, rig: _Rig, mode: Mode, load: _Load, seconds: float, base_per_s: float
+    setting: Setting, report: Report, rig: Rig, mode: Mode, load: Load, seconds: float, base_per_s: float
 ) -> float:
     """Tokens per second. `base_per_s`: of GPU-only."""
     for _ in range(_WARM_UP):
@@ -257,7 +177,7 @@ def _measure(
     return per_s
 
 
-def _where(mode: Mode, load: _Load) -> str:
+def _where(mode: Mode, load: Load) -> str:
     if mode is Mode.GPU_ONLY:
         return "none on the CPU"
     if mode is Mode.DECOUPLED:
@@ -265,39 +185,3 @@ def _where(mode: Mode, load: _Load) -> str:
     return (
         f"{load.in_first} + {load.in_second} on the CPU" if mode is Mode.ASYMMETRIC else f"{load.in_first} on the CPU"
     )
-
-
-def _timelines(report: Report, rig: _Rig, mode: Mode, load: _Load) -> list[IterationTrace]:
-    results = [rig.run(mode, load, trace=True) for _ in range(_TRACED)]
-    if mode is Mode.DECOUPLED:
-        rig.step_s(mode, load)  # To the step's end, so that another mode may follow.
-    traces = [result.trace for result in results if result.trace is not None]
-    summary = summarize(traces)
-    hop = f", hop of a layer {summary.hop_p50_ns / 1e3:.0f} us" if summary.hop_p50_ns else ""
-    detail = f"the executor waits {summary.gpu_bubble_share:.0%}, the CPU {summary.cpu_bubble_share:.0%}, "
-    detail += f"both work {summary.both_busy_share:.0%}{hop}; on cuda these are times of launches"
-    report.figure(f"where it goes, {MODE_NAMES[mode.value]}", detail, hop_s=summary.hop_p50_ns / 1e9)
-    return traces
-
-
-def _profile_kernels(
-    setting: Setting, report: Report, name: str, rig: _Rig, estimates: TableEstimator, modes: Sequence[Mode]
-) -> None:
-    """Kernels and copies as the GPU ran them, by torch's profiler."""
-    mode = Mode.ASYMMETRIC if Mode.ASYMMETRIC in modes else Mode.GPU_ONLY
-    load = _choose(estimates, rig, mode)
-    path = setting.out / f"kernels-{name}.json.gz"
-    try:
-        _profiled(lambda: rig.run(mode, load), path)
-    except Exception as error:  # Containers may not let anybody profile.
-        report.not_run("timelines of kernels", f"{type(error).__name__}: {error}")
-        return
-    report.figure("timelines of kernels", f"{path}, two iterations, {MODE_NAMES[mode.value]}")
-
-
-def _profiled(run_once: Callable[[], object], path: Path) -> None:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        run_once()
-        run_once()
-        torch.cuda.synchronize()
-    profiler.export_chrome_trace(str(path))
