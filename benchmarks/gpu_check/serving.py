@@ -4,6 +4,7 @@ Time is the executor's: in the services the planner plans in a process of its ow
 takes is told by itself. Requests never run out, and what counts begins once the device is full.
 """
 
+import math
 import random
 import statistics
 import time
@@ -11,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 from gpu_check import absent
@@ -27,7 +29,11 @@ from svc_common.plan import IterationPlan, Mode, Sampling
 _MODES: tuple[ModePolicy, ...] = ("gpu_only", "auto", "asymmetric", "same_layer", "decoupled")
 _WAITING = 32
 """Requests that are kept in the queue."""
-_WARM_UP = 0.3
+_SHORTENED = 64
+"""Requests that begin in the middle of their answers, in a manner of speaking."""
+_FEW = 20
+"""Requests that must have ended for a rate to mean anything."""
+_WARM_UP = 0.4
 """Share of the time that does not count."""
 _LEAST = 20
 """Iterations that count, whatever time there is."""
@@ -41,6 +47,7 @@ class _Served:
 
     seconds: float = 0.0
     output_tokens: int = 0
+    prompt_tokens: int = 0
     num_finished: int = 0
     modes: Counter[Mode] = field(default_factory=Counter)
     errors: list[float] = field(default_factory=list)
@@ -49,15 +56,20 @@ class _Served:
 
 
 def requests(case: Case) -> Iterator[SequenceRequest]:
-    """Without end; the same for all modes. Lengths are uniform within a tenth of their means."""
+    """Without end; the same for all modes. Lengths are uniform within a tenth of their means.
+
+    The first ones have only a part of their answers left, as those have that are in hand at any moment: else all would
+    be computed at once and end at once.
+    """
     generator = random.Random(0)
 
     def length(mean: int) -> int:
         return max(1, round(generator.uniform(0.9, 1.1) * mean))
 
-    while True:
+    for number in count():
         prompt = tuple(generator.choices(range(case.spec.vocab_size), k=length(case.prompt_tokens)))
-        yield SequenceRequest(prompt, length(case.output_tokens), Sampling(), frozenset())
+        share = generator.random() if number < _SHORTENED else 1.0
+        yield SequenceRequest(prompt, math.ceil(share * length(case.output_tokens)), Sampling(), frozenset())
 
 
 def run(setting: Setting, report: Report, case_name: str) -> None:
@@ -118,10 +130,17 @@ def _serve_one(
     per_s, num = served.output_tokens / served.seconds, sum(served.modes.values())
     mix = ", ".join(f"{count / num:.0%} {MODE_NAMES[each.value]}" for each, count in served.modes.most_common())
     plan_ms = statistics.median(served.plan_s) * 1e3
-    detail = f"{per_s:.0f} output tokens/s, {num / served.seconds:.1f} iterations/s ({mix}), {served.num_finished} "
-    detail += f"requests ended in {served.seconds:.1f} s; a plan takes {plan_ms:.2f} ms"
+    prompts_per_s = served.prompt_tokens / served.seconds
+    detail = (
+        f"{per_s:.0f} output tokens/s, {prompts_per_s:.0f} prompt tokens/s, {num / served.seconds:.1f} iterations/s "
+    )
+    detail += f"({mix}); {served.num_finished} requests ended in {served.seconds:.1f} s"
+    detail += ", too few for a rate: --budget-s" if served.num_finished < _FEW else ""
+    detail += f"; a plan takes {plan_ms:.2f} ms"
     figures: dict[str, Any] = {
         "output_tokens_per_s": per_s,
+        "prompt_tokens_per_s": prompts_per_s,
+        "num_finished": served.num_finished,
         "seconds": served.seconds,
         "num_iterations": num,
         "plan_ms": plan_ms,
@@ -161,6 +180,7 @@ def _drive(scheduler: Scheduler, executor: Executor, coming: Iterator[SequenceRe
         if counts:
             served.seconds += took_s
             served.output_tokens += len(tokens)
+            served.prompt_tokens += sum(chunk.num_tokens for batch in plan.sub_batches for chunk in batch.prefills)
             served.num_finished += sum(event.finish is not None for event in tokens)
             served.modes[plan.mode] += 1
             served.errors.append(plan.predicted_s / took_s - 1)
