@@ -23,8 +23,8 @@ MODE_NAMES = {
     "decoupled": "decoupled cohort",
 }
 """For people."""
-_BESIDE_BYTES = 2 * 10**9
-"""On a GPU: CUDA itself, activations, what torch keeps."""
+_BESIDE_BYTES = 10**9
+"""On a GPU: activations, and what torch keeps of what it freed."""
 
 
 @dataclass(frozen=True)
