@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from gpu_check.model import LLAMA_2_7B, LLAMA_3_1_8B, TINY, dummy_decoder, sixteen_bits
+from gpu_check.model import LLAMA_2_7B, LLAMA_3_1_8B, TINY, dummy_decoder, make_executor, sixteen_bits
 from gpu_check.rows import Report
 from gpu_check.setting import Setting
 from gpu_svc.executor import Executor
-from gpu_svc.kv_cache import KvShape
 from gpu_svc.limits import Limits
 from svc_common.model.spec import ModelSpec
 
@@ -74,8 +73,7 @@ def dummy_executor(case: Case, setting: Setting, report: Report, host_kv_bytes: 
         yield None
         return
     decoder = dummy_decoder(case.spec, setting)
-    shape = KvShape.of(case.spec, BLOCK_TOKENS, decoder.dtype)
-    executor = Executor(decoder, shape, case.gpu_blocks * shape.block_bytes, host_kv_bytes=host_kv_bytes)
+    executor = make_executor(decoder, BLOCK_TOKENS, case.gpu_blocks, host_kv_bytes)
     try:
         yield executor
     finally:

@@ -6,11 +6,9 @@ from dataclasses import replace
 
 from gpu_check import absent
 from gpu_check.driver import Driver
-from gpu_check.model import RandomCheckpoint, cpu_decoder, gpu_decoder, llama, sixteen_bits
+from gpu_check.model import RandomCheckpoint, cpu_decoder, gpu_decoder, llama, make_executor, sixteen_bits
 from gpu_check.rows import Report
 from gpu_check.setting import Setting
-from gpu_svc.executor import Executor
-from gpu_svc.kv_cache import KvShape
 from gpu_svc.limits import Limits
 from svc_common.decoder.decoder import Decoder
 from svc_common.model.spec import ModelSpec
@@ -45,9 +43,8 @@ def _iteration_s(spec: ModelSpec, num_sequences: int, setting: Setting) -> float
     else:
         decoder = cpu_decoder(spec, checkpoint)
     room_tokens = _WARM_UP + _MOST_ITERATIONS
-    shape = KvShape.of(spec, _BLOCK_TOKENS, decoder.dtype)
     num_blocks = num_sequences * -(-(_PROMPT_TOKENS + room_tokens) // _BLOCK_TOKENS)
-    executor = Executor(decoder, shape, num_blocks * shape.block_bytes)
+    executor = make_executor(decoder, _BLOCK_TOKENS, num_blocks)
     driver = Driver(executor, Limits(num_sequences, 512, _PROMPT_TOKENS + room_tokens))
     ids = tuple(range(num_sequences))
     for sequence_id in ids:

@@ -1,4 +1,4 @@
-"""Models of known shapes with random weights, and their decoders on the device and on the CPU."""
+"""Models of known shapes with random weights, their decoders on the device and on the CPU, and executors of them."""
 
 import zlib
 from typing import Any
@@ -8,6 +8,8 @@ from torch import Tensor
 
 from gpu_check.setting import Setting
 from gpu_svc.device_kernels import decoder_ops
+from gpu_svc.executor import Executor
+from gpu_svc.kv_cache import KvShape
 from svc_common.decoder.decoder import Decoder
 from svc_common.decoder.load import load_decoder, load_weights
 from svc_common.decoder.torch_decoder import TorchDecoder
@@ -114,13 +116,21 @@ class RandomCheckpoint:
         return name in self._shapes
 
     def read(self, name: str) -> Tensor:
-        generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
         shape = self._shapes[name]
+        # Matrices for a GPU are made in 16 bits: two of the largest must find room there.
         dtype = torch.float32 if len(shape) == 1 or self._device.type == "cpu" else torch.bfloat16
         numbers = torch.empty(shape, dtype=dtype, device=self._device)
-        if len(shape) == 1:
-            return numbers.uniform_(0.75, 1.25, generator=generator)
-        return numbers.normal_(0.0, self._std, generator=generator)
+        self.fill(name, numbers)
+        return numbers
+
+    def fill(self, name: str, target: Tensor) -> None:
+        """Writes the tensor into `target`, of its shape and on the checkpoint's device."""
+        generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
+        assert tuple(target.shape) == self._shapes[name]
+        if target.dim() == 1:
+            target.uniform_(0.75, 1.25, generator=generator)
+        else:
+            target.normal_(0.0, self._std, generator=generator)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -158,3 +168,9 @@ def sixteen_bits(device: torch.device) -> torch.dtype:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         return torch.float16
     return torch.bfloat16
+
+
+def make_executor(decoder: Decoder, block_tokens: int, gpu_blocks: int, host_kv_bytes: int = 0) -> Executor:
+    """The only place here that makes one: KV is in the decoder's type."""
+    shape = KvShape.of(decoder.spec, block_tokens, decoder.dtype)
+    return Executor(decoder, shape, gpu_blocks * shape.block_bytes, host_kv_bytes=host_kv_bytes)

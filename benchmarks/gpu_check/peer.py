@@ -10,11 +10,9 @@ import torch
 from gpu_check import absent
 from gpu_check.cases import BLOCK_TOKENS, case_of, does_not_fit
 from gpu_check.driver import Driver
-from gpu_check.model import dummy_decoder, hf_config, sixteen_bits
+from gpu_check.model import dummy_decoder, hf_config, make_executor, sixteen_bits
 from gpu_check.rows import Report
 from gpu_check.setting import Setting
-from gpu_svc.executor import Executor
-from gpu_svc.kv_cache import KvShape
 from gpu_svc.limits import Limits
 from svc_common.model.spec import ModelSpec
 from svc_common.plan import Mode, PrefillChunk, SubBatch, Tier
@@ -98,9 +96,8 @@ def _transformers_s(spec: ModelSpec, setting: Setting, batch: _Batch) -> float:
 
 def _executor_s(spec: ModelSpec, setting: Setting, batch: _Batch) -> float:
     decoder = dummy_decoder(spec, setting)
-    shape = KvShape.of(spec, BLOCK_TOKENS, decoder.dtype)
     longest, num = batch.prompt_tokens + batch.output_tokens, batch.num_sequences
-    executor = Executor(decoder, shape, num * -(-longest // BLOCK_TOKENS) * shape.block_bytes)
+    executor = make_executor(decoder, BLOCK_TOKENS, num * -(-longest // BLOCK_TOKENS))
     limits = Limits(num, _PROMPTS_AT_ONCE * batch.prompt_tokens, longest)
     prompts = _prompts(spec, batch).tolist()
     seconds = []

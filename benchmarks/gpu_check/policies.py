@@ -12,7 +12,7 @@ from gpu_check.host import Worker, cpu_attention
 from gpu_check.model import TINY, cpu_decoder, hf_config, tiny_checkpoint
 from gpu_check.rows import Report
 from gpu_check.setting import Setting
-from gpu_check.tokens import LIMITS, asymmetric, compare, gpu_only, gpu_only_tokens, make_executor
+from gpu_check.tokens import LIMITS, asymmetric, compare, gpu_only, gpu_only_tokens, tiny_executor
 from svc_common.policy import ExecutionPolicy
 
 _LAYERS = TINY.num_layers
@@ -76,7 +76,7 @@ def _tokens(setting: Setting, worker: Worker, model: Path, policy: ExecutionPoli
     file = open_layer_file(files, spec, checkpoint, torch.float32)
     memory = DeviceMemory(2**40, file.layer_bytes, decoder.weight_bytes, 0, num_stagings=1)
     layers = TorchLayers(decoder, CpuDecoder(spec, torch.float32), lambda: file, Link())
-    executor = make_executor(PlacedDecoder(layers, memory), worker.kv_bytes)
+    executor = tiny_executor(PlacedDecoder(layers, memory), worker.kv_bytes)
     try:
         host = worker.attach(executor, epoch, LIMITS, policy, str(model))
         driver = Driver(executor, LIMITS, host, policy, epoch)

@@ -8,11 +8,10 @@ import torch
 from gpu_check import absent
 from gpu_check.driver import Driver
 from gpu_check.host import Worker, cpu_attention
-from gpu_check.model import TINY, cpu_decoder, gpu_decoder, sixteen_bits, tiny_checkpoint
+from gpu_check.model import TINY, cpu_decoder, gpu_decoder, make_executor, sixteen_bits, tiny_checkpoint
 from gpu_check.rows import Report
 from gpu_check.setting import Setting
 from gpu_svc.executor import Executor
-from gpu_svc.kv_cache import KvShape
 from gpu_svc.limits import Limits
 from svc_common.decoder.decoder import Decoder
 from svc_common.plan import Mode, Sampling, SubBatch, Tier
@@ -31,14 +30,13 @@ _LOGPROB_ERROR = 0.1
 """Mean, of a prompt's log-probabilities in 16 bits against fp32."""
 
 
-def make_executor(decoder: Decoder, host_kv_bytes: int = 0) -> Executor:
-    shape = KvShape.of(decoder.spec, _BLOCK_TOKENS, decoder.dtype)
-    return Executor(decoder, shape, _NUM_BLOCKS * shape.block_bytes, host_kv_bytes=host_kv_bytes)
+def tiny_executor(decoder: Decoder, host_kv_bytes: int = 0) -> Executor:
+    return make_executor(decoder, _BLOCK_TOKENS, _NUM_BLOCKS, host_kv_bytes)
 
 
 def gpu_only_tokens(decoder: Decoder) -> dict[int, list[int]]:
     """The answers to PROMPTS, all on the device."""
-    executor = make_executor(decoder)
+    executor = tiny_executor(decoder)
     driver = Driver(executor, LIMITS)
     gpu_only(driver)
     executor.close()
@@ -129,7 +127,7 @@ def run(setting: Setting, report: Report) -> None:
             report.not_run(_what(name), reason)
         return
     with cpu_attention(setting) as worker:
-        executor = make_executor(decoder, worker.kv_bytes)
+        executor = tiny_executor(decoder, worker.kv_bytes)
         for epoch, name in enumerate(others, start=1):
             try:
                 compare(report, _what(name), _tokens_of(name, executor, worker, epoch), expected)
@@ -163,7 +161,7 @@ def _check_sixteen_bits(setting: Setting, report: Report, expected: dict[int, li
 
 
 def _logprobs(decoder: Decoder, texts: dict[int, tuple[int, ...]]) -> list[float]:
-    executor = make_executor(decoder)
+    executor = tiny_executor(decoder)
     prefill = partial(Driver(executor, LIMITS).prefill, tier=Tier.GPU, room_tokens=1, chunk_tokens=_CHUNK_TOKENS)
     logprobs = [
         value
