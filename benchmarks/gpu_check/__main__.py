@@ -22,7 +22,7 @@ from typing import Any
 
 from gpu_check import absent
 
-_BUDGET_S, _TINY_BUDGET_S = 300.0, 6.0
+_BUDGET_S, _TINY_BUDGET_S = 300.0, 3.0
 _LOG_LINES = 500
 COSTS = {
     "triton": "torch's own operations instead of the kernels",

@@ -6,7 +6,8 @@ configuration are never imported here, and a missing package takes only what rea
 
 import sys
 from collections.abc import Sequence
-from importlib.machinery import ModuleSpec
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -44,7 +45,12 @@ class _Nothing(Exception):  # noqa: N818  # Most are no errors.
 
 
 class _StandIn(ModuleType):
-    """Has every name."""
+    """Has every name, and every module below it."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__ = []
+        self.__spec__ = ModuleSpec(name, None, is_package=True)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -54,14 +60,27 @@ class _StandIn(ModuleType):
         return made
 
 
+class _Below(MetaPathFinder, Loader):
+    """Finds modules of packages that are stood in for."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        inside = isinstance(sys.modules.get(name.rpartition(".")[0]), _StandIn)
+        return ModuleSpec(name, self, is_package=True) if inside else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _StandIn(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """It has all it needs."""
+
+
 def install(without: Sequence[str] = ()) -> None:
     """Before the first import of a service. `without`: packages that count as not installed."""
     for name in without:
         sys.modules[name] = None  # type: ignore[assignment]  # Python's own way to say that there is none.
+    sys.meta_path.insert(0, _Below())
     for name in (*_UNUSED, *filter(_is_missing, _OPTIONAL)):
-        stand_in = _StandIn(name)
-        stand_in.__spec__ = ModuleSpec(name, None)
-        sys.modules[name] = stand_in
+        sys.modules[name] = _StandIn(name)
 
 
 def hide(name: str) -> None:
@@ -90,11 +109,4 @@ def _is_missing(name: str) -> bool:
     # Not by find_spec: an extension's package imports the extension.
     parent = find_spec(package)
     places = parent.submodule_search_locations if parent else None
-    return find_in(leaf, list(places or ())) is None
-
-
-def find_in(leaf: str, places: list[str]) -> ModuleSpec | None:
-    """A module of that name in one of the directories."""
-    from importlib.machinery import PathFinder
-
-    return PathFinder.find_spec(leaf, places)
+    return PathFinder.find_spec(leaf, list(places or ())) is None

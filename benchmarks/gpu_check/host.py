@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -27,8 +27,8 @@ _POOL_BYTES = 8 * 2**30
 _TINY_POOL_BYTES = 4 * 2**20
 
 
-class WorkerLostError(Exception):
-    """The worker ended, or answered nothing."""
+class WorkerError(Exception):
+    """The worker ended, or could not make the region."""
 
 
 class Worker:
@@ -63,14 +63,17 @@ class Worker:
             self._process.stdin.flush()
             answer = json.loads(self._process.stdout.readline())
         except (OSError, ValueError) as error:
-            raise WorkerLostError(f"the CPU attention worker ended with {self._process.poll()}") from error
+            raise WorkerError("the CPU attention worker has ended, see gpu_check.log") from error
+        if "error" in answer:
+            raise WorkerError(f"the CPU attention worker: {answer['error']}")
         self.instruction_set = answer["instruction_set"]
         plane = TensorPlane.attach(answer["path"], answer["endpoint"], epoch, shape)
         return HostTier([HostPool(plane, self.num_threads)])
 
     def end(self) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with suppress(BrokenPipeError):  # It has ended.
+            self._process.stdin.close()
         try:
             self._process.wait(10)
         except subprocess.TimeoutExpired:

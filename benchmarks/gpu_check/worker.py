@@ -5,6 +5,7 @@ Session, segment and threads are the service's own. Ends when its standard input
 
 import json
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,10 @@ def main() -> None:
     claim = CpuClaim(pinnable_cpus(from_end=True), options["num_threads"])
     threads, instruction_set = ThreadPool(options["num_threads"], claim.cpus), choose_instruction_set("auto")
     session: RegionSession | None = None
-    for line in sys.stdin:
-        wanted = json.loads(line)
+
+    def open_region(wanted: dict[str, Any]) -> dict[str, str]:
+        """Closes the one before."""
+        nonlocal session
         shape = RegionShape(**wanted["shape"] | {"sliding_windows": tuple(wanted["shape"]["sliding_windows"])})
         if session is not None:
             session.close()
@@ -32,7 +35,14 @@ def main() -> None:
         segment = Segment.create(Path(options["directory"]), wanted["epoch"], shape, wanted["kv_bytes"], claim.cpus)
         session = RegionSession(segment, instruction_set, threads, Totals(), layers)
         session.start()
-        answer = {"path": segment.path, "endpoint": segment.endpoint, "instruction_set": instruction_set}
+        return {"path": segment.path, "endpoint": segment.endpoint, "instruction_set": instruction_set}
+
+    for line in sys.stdin:
+        try:
+            answer = open_region(json.loads(line))
+        except Exception as error:
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), flush=True)
     if session is not None:
         session.close()
