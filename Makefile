@@ -11,7 +11,7 @@ SOURCES := $(PACKAGES) tests benchmarks tools
 BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints.txt \
 	$(shell find proto svc_common cpu_attn_svc \( -name '*.proto' -o -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt \) 2>/dev/null)
 
-.PHONY: help demo test lint types imports protos format model unit integration clients console compose observability dashboards bench-serve bench-kernel sanitize cross bench-quantisation bench-hop bench-overlap bench-executor bench-sampling bench-planner bench-planner-full bench-baselines bench-estimate bench-realtime bench-gateway bench-policies bench-policy-check bench-offloading bench-telemetry clean
+.PHONY: help demo test lint types imports protos format model unit integration clients console compose observability dashboards bench-serve bench-kernel sanitize cross bench-quantisation bench-hop bench-overlap bench-executor bench-sampling bench-planner bench-planner-full bench-baselines bench-estimate bench-realtime bench-gateway bench-policies bench-policy-check bench-offloading bench-telemetry gpu-check clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 
@@ -29,7 +29,7 @@ lint: $(VENV)/.dev ## Style
 
 types: $(VENV)/.dev ## Static types
 	$(BIN)/mypy
-	MYPYPATH=benchmarks $(BIN)/mypy benchmarks/*.py
+	MYPYPATH=benchmarks $(BIN)/mypy benchmarks/*.py benchmarks/gpu_check/*.py
 	MYPYPATH=tools/dashboards $(BIN)/mypy tools/dashboards/*.py
 
 imports: $(VENV)/.dev ## Who may import whom
@@ -122,6 +122,9 @@ bench-telemetry: $(VENV)/.dev model ## What telling Prometheus or a collector co
 
 bench-offloading: $(VENV)/.dev model ## Policies beside transformers with accelerate's device_map
 	$(BIN)/python benchmarks/offloading.py
+
+gpu-check: $(VENV)/.runtime ## Prove and measure the executor on this machine's GPU: docs/gpu.md
+	@PYTHON=$(BIN)/python benchmarks/gpu_check.sh
 
 clean: ## Remove what was built
 	rm -rf build $(VENV) neoflex/v1 $(addsuffix /*.so,svc_common/tensor_plane svc_common/cpu_kernels cpu_attn_svc)
