@@ -214,6 +214,8 @@ class Epoch:
             if cpu_layers:
                 copy_blocks(lower, lower, tables.to_gpu(moves.to_gpu), shape.head_dim)
         if self._backend.reads_tails:
+            if self.host is not None:
+                self.host.settle()
             self.cache.clear(moves.new_gpu_blocks)
             self.cache.clear_tails(moves.to_gpu.target, moves.to_gpu.num_tokens)
         return time.perf_counter_ns() - start_ns

@@ -21,7 +21,7 @@ from gpu_svc.cpu_trip import CpuTrip, cpu_trip, noise
 from gpu_svc.host_tier import HostPool, HostTier
 from gpu_svc.kv_cache import GpuKvCache, KvPlaces
 from gpu_svc.kv_layout import KvBlocks
-from gpu_svc.kv_swap import BlockMoves, copy_blocks, cross
+from gpu_svc.kv_swap import BlockMoves, copy_blocks
 from gpu_svc.limits import Int32Array, Limits
 from gpu_svc.link import Link
 from gpu_svc.lower_pool import LowerTables
@@ -265,7 +265,11 @@ class Profiler:
         num_blocks = min(self.cache.num_blocks, pool.num_blocks, max(1, _SWAP_BYTES // block_bytes))
         blocks = np.arange(num_blocks, dtype=np.int32)
         moves = BlockMoves(blocks, blocks, np.full(num_blocks, shape.block_tokens, np.int32))
-        gpu, host, lower = KvBlocks(self.cache.blocks), pool.blocks, pool.lower
+        assert self.host is not None
+        gpu, tier, lower = KvBlocks(self.cache.blocks), self.host, pool.lower
+        on_host = blocks + np.int32(tier.first_blocks[tier.pools.index(pool)])
+        out, back = replace(moves, target=on_host), replace(moves, source=on_host)
+        none = BlockMoves(*[np.zeros(0, np.int32)] * 3)
         tables = LowerTables(self.cache.num_blocks)
 
         def there_and_back() -> None:
@@ -273,8 +277,9 @@ class Profiler:
                 copy_blocks(lower, lower, tables.to_host(moves), shape.head_dim)
                 copy_blocks(lower, lower, tables.to_gpu(moves), shape.head_dim)
             if self._upper_layers:
-                cross(self.link.to_host, gpu, host, moves, shape)
-                cross(self.link.to_device, host, gpu, moves, shape)
+                tier.swap(self.link, gpu, out, none, shape)
+                tier.swap(self.link, gpu, none, back, shape)
+                tier.settle()
 
         return 2 * num_blocks * block_bytes / self._watch.least_s(there_and_back)
 
