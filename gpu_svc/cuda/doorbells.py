@@ -89,9 +89,9 @@ class StreamDoorbells:
 
     def close(self) -> None:
         """Lets the device go on, wherever it is, and returns once it needs the region no more."""
-        self._guard.close()
-        self._plane.release_device()
+        self._guard.give_up()
         self._operations.close()
+        self._guard.close()
 
 
 class Guard:
@@ -120,6 +120,13 @@ class Guard:
             self._watches = False
             return self._outcome
 
+    def give_up(self) -> None:
+        """No answer is wanted any more: the device is let go from now on."""
+        with self._changed:
+            self._watches, self._outcome = True, Outcome.PEER_LOST
+            self._plane.release_device()
+            self._changed.notify()
+
     def close(self) -> None:
         with self._changed:
             self._closed = True
@@ -138,6 +145,10 @@ class Guard:
                 self._changed.wait(_LOOK_S)
                 if not self._watches:
                     continue
+                if self._outcome is not Outcome.COMPLETED:
+                    # Again: a worker that goes on after all may have written over it.
+                    self._plane.release_device()
+                    continue
                 numbers = [self._plane.numbers(slot) for slot in range(NUM_SLOTS)]
                 before, progress = progress, (self._num_watches, *numbers)
                 # A device that computes for long is owed nothing meanwhile.
@@ -147,5 +158,5 @@ class Guard:
                 if outcome is Outcome.COMPLETED and time.monotonic() - since_s > self._timeout_s:
                     outcome = Outcome.TIMED_OUT
                 if outcome is not Outcome.COMPLETED:
-                    self._outcome, self._watches = outcome, False
+                    self._outcome = outcome
                     self._plane.release_device()

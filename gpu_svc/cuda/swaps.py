@@ -53,8 +53,8 @@ class LayeredSwaps:
 
     def __init__(self, out: CopyQueue, back: CopyQueue) -> None:
         self._out, self._back = out, back
-        self._pending: list[tuple[int, tuple[Arrival, ...]]] = []
-        """First layer of a group, in order, and what has to have come."""
+        self._pending: list[tuple[int, Arrival]] = []
+        """First layer of a group, in order, and where all its blocks are moved."""
 
     def swap(self, gpu: KvBlocks, out: Sequence[Move], back: Sequence[Move], head_dim: int) -> None:
         """Enqueues all moves `out` of gpu [num_layers, num_blocks, ...] to the host, and `back` to the GPU.
@@ -73,27 +73,23 @@ class LayeredSwaps:
         step = max(1, -(-num_layers // _NUM_GROUPS))
         for first in range(0, num_layers, step):
             layers = slice(first, first + step)
-            arrivals: list[Arrival] = []
             for pool, places in out_work:
                 self._out.run(partial(copy_at, gpu[layers], pool[layers], places, head_dim))
-            if out_work:
-                arrivals.append(self._out.mark())
-                self._back.follow(arrivals[0])
-            for pool, places in back_work:
-                self._back.run(partial(copy_at, pool[layers], gpu[layers], places, head_dim))
+            arrival = self._out.mark()
             if back_work:
-                arrivals.append(self._back.mark())
-            self._pending.append((first, tuple(arrivals)))
+                self._back.follow(arrival)
+                for pool, places in back_work:
+                    self._back.run(partial(copy_at, pool[layers], gpu[layers], places, head_dim))
+                arrival = self._back.mark()
+            self._pending.append((first, arrival))
 
     def await_layer(self, layer: int) -> None:
         """Has the main stream wait until the blocks of a layer, and of those before it, are where they belong."""
         while self._pending and self._pending[0][0] <= layer:
-            for arrival in self._pending.pop(0)[1]:
-                arrival.wait()
+            self._pending.pop(0)[1].wait()
 
     def settle(self) -> None:
         """The same of all layers."""
-        for _, arrivals in self._pending:
-            for arrival in arrivals:
-                arrival.wait()
+        for _, arrival in self._pending:
+            arrival.wait()
         self._pending = []
