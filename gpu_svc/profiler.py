@@ -4,6 +4,7 @@ Runs before the epoch's first plan, when no block holds anything. A grid ends ea
 it, time is linear in what still grows, and start-up must not take minutes.
 """
 
+import logging
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -43,6 +44,8 @@ _LINK_BYTES = 64 * 2**20
 _LINK_S = 0.05
 """Of crossing an emulated link, at most."""
 _ITERATION_SEQUENCES = 4  # A point of all tables, as is 1.
+
+logger = logging.getLogger(__name__)
 
 
 class NonFiniteLogitsError(Exception):
@@ -286,9 +289,14 @@ class Profiler:
     def _link_bytes_per_s(self) -> float:
         """As weights cross it."""
         lane, device = self.link.to_device, self.decoder.device
+        if device.type == "cuda":
+            from gpu_svc.cuda.link import measure_link
+
+            rates = measure_link(device, _LINK_BYTES)
+            logger.info("link: %s", rates)
+            return rates.to_device
         num_bytes = min(_LINK_BYTES, round(lane.bytes_per_s * _LINK_S) or _LINK_BYTES)
-        source = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        target = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        source, target = torch.zeros(num_bytes, dtype=torch.uint8), torch.zeros(num_bytes, dtype=torch.uint8)
         cross_once = partial(lane.carry, num_bytes, lambda piece: target[piece].copy_(source[piece]))
         return num_bytes / self._watch.least_s(cross_once)
 

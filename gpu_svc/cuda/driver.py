@@ -1,5 +1,6 @@
 """The few calls of the CUDA driver that torch does not offer, through cuda-bindings; all need the device's context."""
 
+import logging
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -9,6 +10,11 @@ import torch
 READ_ONLY, PORTABLE, MAPPED = 8, 1, 2
 """Flags of cudaHostRegister; the driver's CU_MEMHOSTREGISTER_READ_ONLY, _PORTABLE and _DEVICEMAP are the same."""
 
+_SLOT_CHARACTERS = 16
+"""Of a PCI slot's name, its closing zero included."""
+
+logger = logging.getLogger(__name__)
+
 
 class DriverError(Exception):
     """A call that the driver refused."""
@@ -16,10 +22,13 @@ class DriverError(Exception):
 
 @cache
 def bindings() -> ModuleType | None:
-    """None where cuda-bindings is not installed."""
+    """None where cuda-bindings is not installed, or finds no driver that it knows how to call."""
     try:
         from cuda.bindings import driver
-    except ImportError:
+
+        _checked(driver.cuInit(0))
+    except Exception as error:
+        logger.info("cuda-bindings cannot be used: %s: %s", type(error).__name__, error)
         return None
     module: ModuleType = driver
     return module
@@ -63,6 +72,18 @@ def device_address(address: int) -> int:
     """
     driver = bindings()
     return int(_checked(driver.cuMemHostGetDevicePointer(address, 0))) if driver is not None else address
+
+
+def pci_slot(index: int) -> str:
+    """Of a device, as in "0000:65:00.0"; nothing where the driver does not say."""
+    driver = bindings()
+    if driver is None:
+        return ""
+    try:
+        name = _checked(driver.cuDeviceGetPCIBusId(_SLOT_CHARACTERS, _checked(driver.cuDeviceGet(index))))
+    except DriverError:
+        return ""
+    return bytes(name).split(b"\0")[0].decode().lower()
 
 
 def write_word(stream: int, address: int, value: int) -> None:

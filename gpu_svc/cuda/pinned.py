@@ -106,12 +106,8 @@ def near(device: torch.device) -> Iterator[None]:
 
 def numa_node(device: torch.device) -> int | None:
     """Of the device's slot; None where the kernel knows none."""
-    properties = torch.cuda.get_device_properties(device)
-    try:
-        domain, bus, slot = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
-    except AttributeError:  # Not every version of torch says so.
-        return None
-    return node_of_slot(f"{domain:04x}:{bus:02x}:{slot:02x}.0")
+    slot = driver.pci_slot(torch.cuda.current_device() if device.index is None else device.index)
+    return node_of_slot(slot) if slot else None
 
 
 def node_of_slot(address: str, devices: Path = _PCI_DEVICES) -> int | None:

@@ -1,5 +1,6 @@
 """Gives device cuda a region of the tensor plane: pins it, and finds out what the device can do with it by itself."""
 
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -19,10 +20,10 @@ def give_to_device(
     pinned = pin(plane.memory.ctypes.data, plane.memory.nbytes, device, "host KV pool")
     if pinned is None:
         return None
+    views = _views(pinned, blocks) if can_address(device) else None
     doorbells = None
     if can_ring(device):
         doorbells = StreamDoorbells(plane, CudaOperations(device), pinned.device_address, answer_timeout_s)
-    views = _views(pinned, blocks) if can_address(device) else None
     return DeviceSide(doorbells, views, partial(CudaQueue, device), partial(_unpin, pinned))
 
 
@@ -32,8 +33,6 @@ def _views(pinned: Pinned, blocks: KvBlocks) -> KvBlocks:
 
 
 def _unpin(pinned: Pinned) -> None:
-    try:
+    with suppress(RuntimeError):  # Of a device that has failed, which does nothing any more.
         torch.cuda.synchronize(pinned.device)
-    except RuntimeError:  # Of a device that has failed, which does nothing any more.
-        pass
-    pinned.close()
+        pinned.close()

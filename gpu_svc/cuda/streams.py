@@ -12,7 +12,8 @@ from torch import Tensor
 
 from gpu_svc.cuda import driver
 from gpu_svc.cuda.doorbells import NUM_SLOTS, Copies
-from gpu_svc.cuda.pinned import Pinned, pin
+from gpu_svc.cuda.events import is_done, make_event, nanoseconds
+from gpu_svc.cuda.pinned import Pinned
 from gpu_svc.cuda.swaps import Arrival
 
 _TEST_S = 2.0
@@ -24,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class CudaOperations:
-    """`StreamOperations`. Copies to the host have a stream and copies back another, so that neither waits for the other.
+    """`StreamOperations`. Copies to the host have one stream and copies back another: neither waits for the other.
 
     All that words order is ordered by events as well, as the driver demands and as a capture needs; and each wait is
     for what was enqueued before it, so that streams may share a queue of the device's.
@@ -33,7 +34,7 @@ class CudaOperations:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._out, self._back = make_stream(device), make_stream(device)
-        self._ready, self._sent, self._fetched = ([torch.cuda.Event() for _ in range(NUM_SLOTS)] for _ in range(3))
+        self._ready, self._sent, self._fetched = ([make_event() for _ in range(NUM_SLOTS)] for _ in range(3))
         self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         """Before and after the main stream's waits; kept from one iteration to the next."""
         self._num_waits = 0
@@ -67,7 +68,7 @@ class CudaOperations:
             torch.cuda.current_stream(self._device).synchronize()
             return 0
         self._waits[num - 1][1].synchronize()
-        return round(1e6 * sum(before.elapsed_time(after) for before, after in self._waits[:num]))
+        return sum(nanoseconds(*pair) for pair in self._waits[:num])
 
     def close(self) -> None:
         self._num_waits = 0
@@ -78,7 +79,7 @@ class CudaOperations:
 
     def _next_wait(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         if self._num_waits == len(self._waits):
-            self._waits.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
+            self._waits.append((make_event(timing=True), make_event(timing=True)))
         self._num_waits += 1
         return self._waits[self._num_waits - 1]
 
@@ -102,7 +103,7 @@ class CudaQueue:
             copy()
 
     def mark(self) -> Arrival:
-        event = torch.cuda.Event()
+        event = make_event()
         event.record(self._stream)
         return event
 
@@ -125,8 +126,8 @@ def can_address(device: torch.device) -> bool:
 
 
 def _chosen(what: str, device: torch.device, attempt: Callable[[torch.device, Pinned], str] | None) -> bool:
-    """`attempt` says what does not work in a page of pinned memory, if anything; None: it lacks cuda-bindings."""
-    why_not = _why_not(device, attempt) if attempt else "cuda-bindings is not installed"
+    """`attempt` says what does not work in a page of pinned memory, if anything; None: it can't be tried."""
+    why_not = _why_not(device, attempt) if attempt else "cuda-bindings cannot be used"
     if why_not:
         logger.info("%s: by the executor's thread (%s)", what, why_not)
     else:
@@ -136,17 +137,17 @@ def _chosen(what: str, device: torch.device, attempt: Callable[[torch.device, Pi
 
 def _why_not(device: torch.device, attempt: Callable[[torch.device, Pinned], str]) -> str:
     page = mmap.mmap(-1, mmap.PAGESIZE)
-    pinned = pin(ctypes.addressof(ctypes.c_char.from_buffer(page)), len(page), device, "a page for a test")
-    if pinned is None:
-        return "host memory can't be pinned"
+    address = ctypes.addressof(ctypes.c_char.from_buffer(page))
     try:
-        why_not = attempt(device, pinned)
-    except (driver.DriverError, RuntimeError) as error:
+        driver.enter(device)
+        driver.register(address, len(page), driver.PORTABLE | driver.MAPPED)
+        why_not = attempt(device, Pinned(address, len(page), device))
+        if not why_not:
+            driver.unregister(address)
+    except Exception as error:  # Whatever it is: there is another way.
         why_not = f"{type(error).__name__}: {error}"
     if why_not:
         _kept.append(page)  # The device may still look at it.
-    else:
-        pinned.close()
     return why_not
 
 
@@ -171,7 +172,7 @@ def _try_views(device: torch.device, pinned: Pinned) -> str:
 def _try_words(device: torch.device, pinned: Pinned) -> str:
     """A wait that the device does not end is let go by its word."""
     written, awaited = (ctypes.c_uint32.from_address(pinned.address + offset) for offset in (0, _AWAITED))
-    stream, done = make_stream(device), torch.cuda.Event()
+    stream, done = make_stream(device), make_event()
     base = pinned.device_address
     main = torch.cuda.current_stream(device)
     stream.wait_stream(main)
@@ -180,18 +181,18 @@ def _try_words(device: torch.device, pinned: Pinned) -> str:
     with torch.cuda.stream(stream):
         target = torch.ones(64, device=device) * 2
     done.record(stream)
-    beside = torch.cuda.Event()
+    beside = make_event()
     computed = torch.ones(64, device=device) * 3
     beside.record(main)
     why_not = ""
     if not _within(lambda: written.value == 7):
         why_not = "a written word does not arrive"
-    elif not _within(beside.query):
+    elif not _within(lambda: is_done(beside)):
         why_not = "a stream that waits holds up another"
-    elif done.query():
+    elif is_done(done):
         why_not = "a stream does not wait for a word"
     awaited.value = 5  # More than is waited for is enough.
-    if not _within(done.query):
+    if not _within(lambda: is_done(done)):
         why_not = why_not or "a stream does not see a word that is written"
     elif not why_not and float(target.sum() + computed.sum()) != 64 * 5:
         why_not = "a stream computes wrongly after a wait"

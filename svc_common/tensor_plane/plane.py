@@ -34,7 +34,7 @@ Array = npt.NDArray[Any]
 
 
 class TensorPlane:
-    """One attached region. Used by one thread at a time; `peer_alive`, `outlook`, `numbers` and `release_device` by any.
+    """One attached region. Used by one thread at a time; by any: `peer_alive`, `outlook`, `numbers`, `release_device`.
 
     Per layer, slots are submitted in the order in which `begin` named them. Arrays are views of the region: writes to
     `q`, `k` and `v` of a slot belong between its `wait` and its next `submit`, reads of `out` after its `wait`.

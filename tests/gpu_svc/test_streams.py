@@ -157,7 +157,9 @@ def test_a_refused_iteration_says_why(
     assert "block 1000000" in result.error_message
 
 
-def test_the_guard_ends_with_its_pool(checkpoint: GetFiles, make_driver: MakeDriver, services: Any, sides: Sides) -> None:
+def test_the_guard_ends_with_its_pool(
+    checkpoint: GetFiles, make_driver: MakeDriver, services: Any, sides: Sides
+) -> None:
     driver = host_driver(checkpoint, make_driver, services[1])
     assert "device-guard" in {thread.name for thread in threading.enumerate()}
     driver.executor.close_epoch()

@@ -39,7 +39,12 @@ def test_descriptor_keeps_its_values() -> None:
     assert decoded.sub_batches[0].batch.context_tokens.tolist() == [5, 17]
     assert decoded.sub_batches[0].batch.block_tables.tolist() == [[3, -1], [7, 2]]
     assert decoded.sub_batches[1].batch.block_tables.tolist() == [[0, 0, 9]]
-    assert (decoded.first_layer_batch, decoded.in_turn, decoded.device_rings, decoded.trace) == (2**32 - 2, True, True, False)
+    assert (decoded.first_layer_batch, decoded.in_turn, decoded.device_rings, decoded.trace) == (
+        2**32 - 2,
+        True,
+        True,
+        False,
+    )
     (layers,) = decoded.layer_batches
     assert (layers.first_row, layers.num_layers, layers.num_tokens) == (6, 2, 6)
     assert (layers.chunk_starts.tolist(), layers.chunk_tokens.tolist()) == ([0, 9], [4, 1])
@@ -49,7 +54,9 @@ def test_descriptor_keeps_its_values() -> None:
 
 def test_descriptor_is_little_endian_and_fixed() -> None:
     batch = CpuSubBatch(1, np.array([300], np.int32), np.array([[4]], np.int32))
-    message = encode_descriptor(Descriptor(2, 3, 4, (SubmittedSubBatch(batch, 5),), range(6, 13), trace=True, device_rings=True))
+    message = encode_descriptor(
+        Descriptor(2, 3, 4, (SubmittedSubBatch(batch, 5),), range(6, 13), trace=True, device_rings=True)
+    )
     expected = (b"NFID", 5, 1, 2, 3, 4, 6, 7, 1, 0, 0, 0, 1, 1, 5, 1, 1, 300, 4)
     assert message == struct.pack("<4sHHQQiiiIIIIIiIIIii", *expected)
 
