@@ -32,6 +32,10 @@ Copies = Sequence[tuple[Tensor, Tensor]]
 class StreamOperations(Protocol):
     """What a device does for one region, slot by slot in the order of the calls; `word` is the address of 32 bits."""
 
+    def begin(self) -> None:
+        """Of an iteration, which may be captured, eager, or the replay of one that was captured."""
+        ...
+
     def send(self, slot: int, copies: Copies, word: int, value: int) -> None:
         """Once the main stream has done what it was told so far: copies to host memory, then writes the word."""
         ...
@@ -69,6 +73,7 @@ class StreamDoorbells:
     def begin(self) -> None:
         """Of an iteration whose descriptor says that a device rings."""
         self._numbers = [0] * NUM_SLOTS
+        self._operations.begin()
         self._guard.watch()
 
     def submit(self, slot: int, copies: Copies) -> None:

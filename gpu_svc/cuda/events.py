@@ -2,11 +2,18 @@
 
 import torch
 
+Wait = tuple[torch.cuda.Event, torch.cuda.Event]
+"""Before and after one."""
 
-def make_event(timing: bool = False) -> torch.cuda.Event:
-    """`timing`: `nanoseconds` may be asked of it."""
-    event: torch.cuda.Event = torch.cuda.Event(enable_timing=timing)  # type: ignore[no-untyped-call]
+
+def make_event(timing: bool = False, in_replays: bool = False) -> torch.cuda.Event:
+    """`timing`: `nanoseconds` may be asked of it. `in_replays`: a capture's replays record it, each of them anew."""
+    event: torch.cuda.Event = torch.cuda.Event(enable_timing=timing, external=in_replays)  # type: ignore[no-untyped-call]
     return event
+
+
+def make_wait(in_replays: bool = False) -> Wait:
+    return make_event(True, in_replays), make_event(True, in_replays)
 
 
 def is_done(event: torch.cuda.Event) -> bool:

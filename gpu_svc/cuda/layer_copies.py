@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gpu_svc.cuda.events import is_done, make_event, nanoseconds
+from gpu_svc.cuda.events import Wait, is_done, make_event, make_wait, nanoseconds
 from gpu_svc.cuda.pinned import pin, staging
 from gpu_svc.cuda.streams import make_stream
 
@@ -29,7 +29,7 @@ class LayerCopies:
         self._begun: list[torch.cuda.Event] = []
         self._ready: list[torch.cuda.Event] = []
         self._free: list[torch.cuda.Event | None] = []
-        self._waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._waits: deque[Wait] = deque()
         self._waited_ns = 0
         pinned = pin(address, num_bytes, device, str(path), read_only=True)
         self._stagings = [] if pinned else [_Staging(device), _Staging(device)]
@@ -80,7 +80,7 @@ class LayerCopies:
 
     def await_copy(self, buffer: int) -> None:
         """Has the main stream wait for the last copy into a buffer."""
-        before, after = (make_event(timing=True) for _ in range(2))
+        before, after = make_wait()
         before.record()
         self._ready[buffer].wait()
         after.record()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gpu_svc.cuda import driver
 from gpu_svc.cuda.doorbells import NUM_SLOTS, Copies
-from gpu_svc.cuda.events import is_done, make_event, nanoseconds
+from gpu_svc.cuda.events import Wait, is_done, make_event, make_wait, nanoseconds
 from gpu_svc.cuda.pinned import Pinned
 from gpu_svc.cuda.swaps import Arrival
 
@@ -35,9 +35,19 @@ class CudaOperations:
         self._device = device
         self._out, self._back = make_stream(device), make_stream(device)
         self._ready, self._sent, self._fetched = ([make_event() for _ in range(NUM_SLOTS)] for _ in range(3))
-        self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        """Before and after the main stream's waits; kept from one iteration to the next."""
+        self._waits: list[Wait] = []
+        """Of the main stream; kept from one iteration to the next."""
         self._num_waits = 0
+        self._captured_waits: dict[int, list[Wait]] = {}
+        """By the number of the iteration in which they were captured, which a replay writes to this word:"""
+        self._replayed = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self._replayed_address = driver.device_address(self._replayed.data_ptr())
+        self._num_begun = 0
+
+    def begin(self) -> None:
+        self._num_begun += 1
+        self._num_waits = 0
+        self._replayed.zero_()
 
     def send(self, slot: int, copies: Copies, word: int, value: int) -> None:
         self._ready[slot].record()
@@ -53,33 +63,39 @@ class CudaOperations:
         driver.wait_word(self._back.cuda_stream, word, value)
         with torch.cuda.stream(self._back):
             target.copy_(source, non_blocking=True)
-        self._fetched[slot].record(self._back)
-        if torch.cuda.is_current_stream_capturing():
-            self._fetched[slot].wait()
-            return
         before, after = self._next_wait()
+        self._fetched[slot].record(self._back)
         before.record()
         self._fetched[slot].wait()
         after.record()
 
     def finish(self) -> int:
-        num, self._num_waits = self._num_waits, 0
-        if num == 0:  # Nothing was enqueued but by a replay.
-            torch.cuda.current_stream(self._device).synchronize()
+        if self._num_waits:
+            self._waits[self._num_waits - 1][1].synchronize()
+            return sum(nanoseconds(*wait) for wait in self._waits[: self._num_waits])
+        torch.cuda.current_stream(self._device).synchronize()
+        try:
+            return sum(nanoseconds(*wait) for wait in self._captured_waits.get(int(self._replayed), ()))
+        except RuntimeError as error:
+            logger.warning("waits in replays are not known: %s", error)
+            self._captured_waits.clear()
             return 0
-        self._waits[num - 1][1].synchronize()
-        return sum(nanoseconds(*pair) for pair in self._waits[:num])
 
     def close(self) -> None:
-        self._num_waits = 0
         try:
             torch.cuda.synchronize(self._device)
         except RuntimeError as error:  # A device that has failed does nothing any more.
             logger.warning("the device failed: %s", error)
 
-    def _next_wait(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    def _next_wait(self) -> Wait:
+        if torch.cuda.is_current_stream_capturing():
+            waits = self._captured_waits.setdefault(self._num_begun, [])
+            if not waits:
+                driver.write_word(self._back.cuda_stream, self._replayed_address, self._num_begun)
+            waits.append(make_wait(in_replays=True))
+            return waits[-1]
         if self._num_waits == len(self._waits):
-            self._waits.append((make_event(timing=True), make_event(timing=True)))
+            self._waits.append(make_wait())
         self._num_waits += 1
         return self._waits[self._num_waits - 1]
 

@@ -24,6 +24,9 @@ class ImmediateOperations:
         self._waited_ns = 0
         self._on_wait = on_wait
 
+    def begin(self) -> None:
+        """Words are all that it has."""
+
     def send(self, slot: int, copies: Sequence[tuple[Tensor, Tensor]], word: int, value: int) -> None:
         for target, source in copies:
             target.copy_(source)
