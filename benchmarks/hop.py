@@ -7,6 +7,7 @@ as it reports it, is taken off. Both sides' waits are part of a round trip.
     spinning  the next submit follows at once, so both waits fall into the spin window
     sleeping  pauses of random length before each submit, so the worker sleeps and must be woken
     regular   the same pause before each submit: the worker wakes by itself just before
+    polled    as where a device rings, which wakes nobody: the worker looks by itself
 
 Beside them in the same run: round trips of pyzmq over ipc with the same pauses, and the hops of the default model's
 iterations: this process runs gpu_svc's executor, beside it the real cpu_attn_svc, one thread each. All decodes are one
@@ -66,7 +67,8 @@ PROMPT_TOKENS = 128
 Pause = Callable[[], None]
 ABOUT = (
     "From q, k and v ready in the executor to the attention usable there, less the worker's computing. "
-    "*spinning*: the next submit follows at once; *sleeping*: pauses of 1 to 3 ms, random; *regular*: pauses of 2 ms. "
+    "*spinning*: the next submit follows at once; *sleeping*: pauses of 1 to 3 ms, random; *regular*: pauses of 2 ms; "
+    "*polled*: pauses as of *sleeping*, of a worker that is not woken but looks. "
     "The last rows are iterations of the default model with all decodes on the host in one sub-batch, so that nothing "
     "hides a hop: the executor's waits, less the same."
 )
@@ -154,17 +156,17 @@ class Hops:
         self._q = torch.zeros(1, 1, 8)
         self._kv = torch.zeros(1, 2, 1, 8)
 
-    def run(self, pause: Pause, num_iterations: int) -> list[float]:
+    def run(self, pause: Pause, num_iterations: int, polled: bool) -> list[float]:
         """Nanoseconds of each layer's hop, less what the worker computes, by its least disturbed iteration."""
-        iterations = [self._run_iteration(pause) for _ in range(num_iterations)]
+        iterations = [self._run_iteration(pause, polled) for _ in range(num_iterations)]
         compute_ns = min(compute_ns for _, compute_ns in iterations)
         return [value - compute_ns for times, _ in iterations for value in times]
 
-    def _run_iteration(self, pause: Pause) -> tuple[list[int], float]:
+    def _run_iteration(self, pause: Pause, polled: bool) -> tuple[list[int], float]:
         """Nanoseconds of each layer's round trip, and the mean of what the worker computed in a layer."""
         host, q, kv, rows = self._host, self._q, self._kv, slice(0, 1)
         self._iteration += 1
-        self._plane.begin(self._iteration, [self._batch], 0)
+        self._plane.begin(self._iteration, [self._batch], 0, device_rings=polled)
         times = []
         for _ in range(SHAPE.num_layers):
             pause()
@@ -267,6 +269,7 @@ def hop_rows(cpus: tuple[int, int] | None, where: str, scale: int) -> Iterator[R
         "spinning": (pauses(0, 0), 20 * scale, (1.0, 3.0)),
         "sleeping": (pauses(1e-3, 3e-3), 2 * scale, (60.0, 120.0)),
         "regular": (pauses(2e-3, 2e-3), 2 * scale, (None, None)),
+        "polled": (pauses(1e-3, 3e-3), 2 * scale, (None, None)),
     }
     own_cores = cpus is not None and cpus[0] != cpus[1]
     hop_times: dict[str, list[Times]] = {kind: [] for kind in kinds}
@@ -275,7 +278,7 @@ def hop_rows(cpus: tuple[int, int] | None, where: str, scale: int) -> Iterator[R
         with two_processes(cpus) as (plane, echo):
             hops = Hops(plane)
             for kind, (pause, num_iterations, _targets) in kinds.items():
-                hop_times[kind].append(Times.of(hops.run(pause, num_iterations)))
+                hop_times[kind].append(Times.of(hops.run(pause, num_iterations, kind == "polled")))
                 zmq_times[kind].append(Times.of(echo_times(echo, pause, 500 * scale)))
     for kind, (_pause, _num, targets) in kinds.items():
         own, zmq_own = Summary.of(hop_times[kind]), Summary.of(zmq_times[kind])

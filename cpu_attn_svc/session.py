@@ -184,6 +184,7 @@ class RegionSession:
                 layers.start,
                 len(layers),
                 descriptor.in_turn,
+                descriptor.device_rings,
                 descriptor.trace,
                 descriptor.first_layer_batch,
                 batches,

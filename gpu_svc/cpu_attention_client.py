@@ -5,10 +5,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 import grpc
+import torch
 
-from gpu_svc.host_tier import HostPool, HostTier
+from gpu_svc.cuda.device_side import DeviceSide
+from gpu_svc.host_tier import HostPool, HostTier, answer_timeout_s
 from gpu_svc.kv_cache import KvShape
 from gpu_svc.limits import Limits
+from gpu_svc.region_tensors import pool_of
 from neoflex.v1 import cpu_attention_pb2 as pb
 from neoflex.v1 import cpu_attention_pb2_grpc
 from svc_common.decoder.decoder import Decoder
@@ -100,4 +103,14 @@ async def attach_pool(
         plane = TensorPlane.attach(region.path, region.descriptor_endpoint, epoch, shape)
     except PlaneError as error:
         raise CpuAttentionUnavailableError(f"the region of {address} cannot be attached: {error}") from error
-    return HostPool(plane, region.num_threads)
+    # Pinning takes a while, and health is asked for meanwhile.
+    on_device = await asyncio.to_thread(_device_side, plane, decoder.device)
+    return HostPool(plane, region.num_threads, on_device)
+
+
+def _device_side(plane: TensorPlane, device: torch.device) -> DeviceSide | None:
+    if device.type != "cuda":
+        return None
+    from gpu_svc.cuda.region import give_to_device
+
+    return give_to_device(plane, pool_of(plane), device, answer_timeout_s(plane))

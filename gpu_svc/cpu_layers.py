@@ -13,6 +13,9 @@ from svc_common.decoder.packing import Bytes
 class CpuLayers:
     """`DeviceLayers` of a CpuDecoder."""
 
+    wait_ns = 0
+    arrived = None
+
     def __init__(self, decoder: CpuDecoder, open_file: Callable[[], LayerFile], link: Link) -> None:
         """`decoder` has its vocabulary, and may have all its layers; the file is opened when it is first needed."""
         self.decoder = decoder
@@ -47,6 +50,9 @@ class CpuLayers:
 
     def bind(self, layer: int, buffer: int) -> None:
         self.decoder.bind_layer(layer, self._buffers[buffer])
+
+    def await_copy(self, buffer: int) -> None:
+        """It has been made."""
 
     def release(self, buffer: int) -> None:
         """What is computed here is done when its call returns."""

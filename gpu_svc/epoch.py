@@ -155,13 +155,13 @@ class Epoch:
         begun()
         stages, reports = self._run_layers(batches, part, recorder)
         cpu_wait_ns = self.host.wait_ns - waited_before_ns if self.host else 0
-        weights = self._decoder.traffic
         for sub_batch in plan.sub_batches:
             self.table.advance(sub_batch)
         start_ns = time.perf_counter_ns()
         prompt_parts = self._prompt_logprobs(plan, stages)
         prompt_logprobs_ns = time.perf_counter_ns() - start_ns if prompt_parts else 0
         sampled = self._sample(stages)
+        weights = self._decoder.traffic  # By now a device knows how long it waited for them.
         recorder.mark(TraceKind.HEAD)
         self.last_iteration = plan.iteration
         done = [stage.batch for stage in stages]
@@ -214,6 +214,8 @@ class Epoch:
             if cpu_layers:
                 copy_blocks(lower, lower, tables.to_gpu(moves.to_gpu), shape.head_dim)
         if self._backend.reads_tails:
+            if self.host is not None:
+                self.host.settle()
             self.cache.clear(moves.new_gpu_blocks)
             self.cache.clear_tails(moves.to_gpu.target, moves.to_gpu.num_tokens)
         return time.perf_counter_ns() - start_ns

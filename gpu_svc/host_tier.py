@@ -14,11 +14,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gpu_svc.cuda.device_side import DeviceSide
+from gpu_svc.cuda.swaps import LayeredSwaps, Move
 from gpu_svc.kv_cache import KvPlaces, KvShape, write_kv
 from gpu_svc.kv_layout import KvBlocks
 from gpu_svc.kv_swap import BlockMoves, cross
 from gpu_svc.limits import Int32Array
 from gpu_svc.link import Link
+from gpu_svc.region_tensors import exchange_of, lower_pool_of, pool_of
 from svc_common.tensor_plane import CpuSubBatch, LayerBatch, Report, TensorPlane
 
 # Far longer than the CPU attends for in one layer; the service's death is noticed long before.
@@ -48,32 +51,39 @@ class CpuWork:
 class HostPool:
     """One attached CPU attention service. Raises PlaneError from any method once that is lost."""
 
-    def __init__(self, plane: TensorPlane, num_threads: int) -> None:
+    def __init__(self, plane: TensorPlane, num_threads: int, on_device: DeviceSide | None = None) -> None:
+        """`on_device`: what a GPU does with the plane's region by itself, if anything."""
         self._plane = plane
+        self.on_device = on_device
+        self._doorbells = on_device.doorbells if on_device else None
         self._number = 0
         self.has_work = False
         """Since `begin`."""
         self._place_of: dict[int, int] = {}  # of this iteration's layer batches
         self.num_threads = num_threads
         self.num_blocks = plane.num_blocks
-        self.blocks = _as_blocks(plane.pool, plane.scales)
+        self.blocks = pool_of(plane)
         """The shared pool, all layers but those that the CPU computes."""
-        self.lower = _as_blocks(plane.lower, plane.lower_scales)
+        self.lower = lower_pool_of(plane)
         """The lower pool: those layers, for both tiers; see lower_pool.py."""
         self.first_layer = len(plane.lower)
         """Of `blocks`."""
         self._hidden = torch.from_numpy(plane.hidden)
-        self._timeout_s = _LAYERS_TIMEOUT_S if self.first_layer else _TIMEOUT_S
-        self._exchange = [
-            tuple(map(_as_tensor, (plane.q(slot), plane.k(slot), plane.v(slot), plane.out(slot)))) for slot in range(2)
-        ]
+        self._timeout_s = answer_timeout_s(plane)
+        self._exchange = [exchange_of(plane, slot) for slot in range(2)]
         self._finish_ns = 0
         self._announced_blocks = 0
 
     @property
+    def rings_by_itself(self) -> bool:
+        """Whether the device does, and `submit` and `wait` only enqueue."""
+        return self._doorbells is not None
+
+    @property
     def wait_ns(self) -> int:
-        """Spent in `wait`, `take_hidden` and `finish` so far."""
-        return self._plane.wait_ns + self._finish_ns
+        """Spent in `wait`, `take_hidden` and `finish` so far; where a device waits, it waited so long."""
+        waited_ns = self._plane.wait_ns + self._finish_ns
+        return waited_ns + self._doorbells.wait_ns if self._doorbells else waited_ns
 
     def begin(
         self,
@@ -97,26 +107,36 @@ class HostPool:
         self._number += 1
         self._place_of = {id(batch): place for place, batch in enumerate(layer_batches)}
         sub_batches = [CpuSubBatch(part.slot, part.context_tokens, part.block_tables) for part in work]
-        self._plane.begin(self._number, sub_batches, num_blocks_used, trace, layers, layer_batches, in_turn)
+        rings = self._doorbells is not None
+        self._plane.begin(self._number, sub_batches, num_blocks_used, trace, layers, layer_batches, in_turn, rings)
+        if self._doorbells is not None and self.has_work:
+            self._doorbells.begin()
 
     def submit(self, slot: int, q: Tensor, kv: Tensor, rows: slice) -> None:
         """Hands over rows of q [n, num_q_heads, head_dim] and kv [n, 2, num_kv_heads, head_dim]: the slot's next layer.
 
-        Copies from a GPU end only when the data is there, so the doorbell rings after it.
+        Where the device rings, its streams only get told. Else copies from a GPU end only when the data is there, so
+        the doorbell rings after it.
         """
         num = rows.stop - rows.start
-        if q.is_cpu:
+        if self._doorbells is None and q.is_cpu:
             self._plane.submit_rows(slot, q, kv, rows.start, num)
             return
         to_q, to_k, to_v, _ = self._exchange[slot]
-        to_q[:num].copy_(q[rows])
-        to_k[:num].copy_(kv[rows, 0])
-        to_v[:num].copy_(kv[rows, 1])
+        copies = (to_q[:num], q[rows]), (to_k[:num], kv[rows, 0]), (to_v[:num], kv[rows, 1])
+        if self._doorbells is not None:
+            self._doorbells.submit(slot, copies)
+            return
+        for target, source in copies:
+            target.copy_(source)
         self._plane.submit(slot)
 
     def wait(self, slot: int, out: Tensor, rows: slice) -> None:
         """Writes the attention of this slot's last submit to rows of out [n, num_q_heads, head_dim]."""
         num = rows.stop - rows.start
+        if self._doorbells is not None:
+            self._doorbells.wait(slot, out[rows], self._exchange[slot][3][:num])
+            return
         if out.is_cpu:
             self._plane.wait_rows(slot, out, rows.start, num, self._timeout_s)
             return
@@ -141,6 +161,8 @@ class HostPool:
 
     def finish(self) -> Report:
         """Ends an iteration that had work for the CPU."""
+        if self._doorbells is not None:
+            self._doorbells.finish()
         start = time.perf_counter_ns()
         report = self._plane.finish(self._timeout_s)
         self._finish_ns += time.perf_counter_ns() - start
@@ -160,6 +182,8 @@ class HostPool:
 
     def close(self) -> None:
         """Gives the pool up; memory is unmapped once the last tensor on it is gone."""
+        if self.on_device is not None:
+            self.on_device.close()
         self._plane.close()
         self.blocks = self.lower = KvBlocks(torch.empty(0))
         self._hidden = torch.empty(0)
@@ -178,6 +202,7 @@ class HostTier:
         """Number of each pool's first block."""
         self.num_blocks = sum(self.pool_blocks)
         self._attached = [pool for pool in pools if pool]
+        self._swaps = _layered_swaps(self._attached)
 
     def pool(self, number: int) -> HostPool:
         """One that is attached."""
@@ -192,8 +217,13 @@ class HostTier:
         return self.pool(0)
 
     @property
+    def uses_stream_doorbells(self) -> bool:
+        """Whether `submit` and `wait` only enqueue, in all pools."""
+        return all(pool.rings_by_itself for pool in self._attached)
+
+    @property
     def wait_ns(self) -> int:
-        """Spent in `wait`, `take_hidden` and `finish` so far."""
+        """As of HostPool, of all."""
         return sum([pool.wait_ns for pool in self._attached])
 
     def begin(
@@ -227,13 +257,35 @@ class HostTier:
         return {number: pool.finish() for number, pool in enumerate(self.pools) if pool and pool.has_work}
 
     def swap(self, link: Link, gpu: KvBlocks, to_host: BlockMoves, to_gpu: BlockMoves, shape: KvShape) -> None:
-        """All moves to the host, then all to the GPU, which may reuse the blocks; done when it returns."""
-        for pool, part, blocks in self._by_pool(to_host.target):
-            moves = BlockMoves(to_host.source[part], blocks, to_host.num_tokens[part])
+        """All moves to the host, then all to the GPU, which may reuse the blocks.
+
+        Done when it returns, or else on the way beside the layers: `await_layer` or `settle` comes before any use.
+        """
+        out = [
+            (pool, BlockMoves(to_host.source[part], blocks, to_host.num_tokens[part]))
+            for pool, part, blocks in self._by_pool(to_host.target)
+        ]
+        back = [
+            (pool, BlockMoves(blocks, to_gpu.target[part], to_gpu.num_tokens[part]))
+            for pool, part, blocks in self._by_pool(to_gpu.source)
+        ]
+        if self._swaps is not None:
+            self._swaps.swap(gpu, _on_device(out), _on_device(back), shape.head_dim)
+            return
+        for pool, moves in out:
             cross(link.to_host, gpu, pool.blocks, moves, shape)
-        for pool, part, blocks in self._by_pool(to_gpu.source):
-            moves = BlockMoves(blocks, to_gpu.target[part], to_gpu.num_tokens[part])
+        for pool, moves in back:
             cross(link.to_device, pool.blocks, gpu, moves, shape)
+
+    def await_layer(self, layer: int) -> None:
+        """What is told to the device from now on finds swapped blocks of a layer of the model where they belong."""
+        if self._swaps is not None:
+            self._swaps.await_layer(layer - self._attached[0].first_layer)
+
+    def settle(self) -> None:
+        """The same of all layers, before what does not go layer by layer: a replay, say."""
+        if self._swaps is not None:
+            self._swaps.settle()
 
     def _by_pool(self, blocks: Int32Array) -> Iterator[tuple[HostPool, NDArray[np.bool_], Int32Array]]:
         """(pool, which of the blocks lie there, their numbers in it)"""
@@ -253,11 +305,20 @@ class HostTier:
             pool.close()
 
 
-def _as_blocks(pool: NDArray[np.generic], scales: NDArray[np.generic] | None) -> KvBlocks:
-    return KvBlocks(_as_tensor(pool), None if scales is None else torch.from_numpy(scales))
+def _layered_swaps(pools: Sequence[HostPool]) -> LayeredSwaps | None:
+    """Where the device addresses all of them by itself."""
+    sides = [pool.on_device for pool in pools if pool.on_device and pool.on_device.blocks]
+    if not sides or len(sides) < len(pools):
+        return None
+    return LayeredSwaps(sides[0].make_queue(), sides[0].make_queue())
 
 
-def _as_tensor(array: NDArray[np.generic]) -> Tensor:
-    """A view; numpy has no bf16 and shows its bits as uint16."""
-    tensor = torch.from_numpy(array)
-    return tensor.view(torch.bfloat16) if array.dtype == np.uint16 else tensor
+def _on_device(moves: Sequence[tuple[HostPool, BlockMoves]]) -> list[Move]:
+    return [
+        (pool.on_device.blocks, part) for pool, part in moves if pool.on_device and pool.on_device.blocks is not None
+    ]
+
+
+def answer_timeout_s(plane: TensorPlane) -> float:
+    """How long an answer may take."""
+    return _LAYERS_TIMEOUT_S if len(plane.lower) else _TIMEOUT_S

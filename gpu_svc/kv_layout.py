@@ -22,7 +22,8 @@ class KvBlocks:
     scales: Tensor | None = None
     """[..., 2, num_kv_heads], float32: what a number in int8 counts."""
 
-    def __getitem__(self, layer: int) -> "KvBlocks":
+    def __getitem__(self, layer: int | slice) -> "KvBlocks":
+        """Of one layer, or of some."""
         return KvBlocks(self.elements[layer], None if self.scales is None else self.scales[layer])
 
     def to(self, device: torch.device) -> "KvBlocks":
@@ -32,15 +33,21 @@ class KvBlocks:
         """A copy of what `index` names along an axis that both have."""
         index = index.to(self.elements.device)
         scales = None if self.scales is None else self.scales.index_select(dim, index)
-        return KvBlocks(self.elements.index_select(dim, index), scales)
+        return KvBlocks(_wide(self.elements).index_select(dim, index).view(self.elements.dtype), scales)
 
     def store(self, dim: int, index: Tensor, part: "KvBlocks") -> None:
         """The reverse of `select`."""
         index = index.to(self.elements.device)
-        self.elements.index_copy_(dim, index, part.elements)
+        _wide(self.elements).index_copy_(dim, index, _wide(part.elements))
         if self.scales is not None:
             assert part.scales is not None
             self.scales.index_copy_(dim, index, part.scales)
+
+
+def _wide(elements: Tensor) -> Tensor:
+    """The same bytes in larger pieces, if they can be: a device's kernel moves one at a time, over the link maybe."""
+    whole = elements.shape[-1] * elements.element_size() % 8 == 0 and elements.stride(-1) == 1
+    return elements.view(torch.int64) if whole else elements
 
 
 def by_token(blocks: KvBlocks, head_dim: int) -> Tensor:

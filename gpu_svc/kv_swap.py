@@ -2,7 +2,7 @@
 
 import time
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -28,6 +28,37 @@ class BlockMoves:
 
     def __len__(self) -> int:
         return len(self.source)
+
+
+class Places:
+    """The same on a device: int64 [n] each. They go there when they are first asked for, on the stream of that moment,
+    and nobody waits for them.
+    """
+
+    def __init__(self, moves: BlockMoves, device: torch.device) -> None:
+        self._moves = moves
+        self._device = device
+
+    def __len__(self) -> int:
+        return len(self._moves)
+
+    @cached_property
+    def source(self) -> Tensor:
+        return self._there(self._moves.source)
+
+    @cached_property
+    def target(self) -> Tensor:
+        return self._there(self._moves.target)
+
+    @cached_property
+    def num_tokens(self) -> Tensor:
+        return self._there(self._moves.num_tokens)
+
+    def _there(self, numbers: Int32Array) -> Tensor:
+        tensor = torch.from_numpy(numbers).long()
+        if self._device.type != "cuda":
+            return tensor
+        return tensor.pin_memory().to(self._device, non_blocking=True)
 
 
 def cross(lane: Lane, source: KvBlocks, target: KvBlocks, moves: BlockMoves, shape: KvShape) -> None:
@@ -63,27 +94,29 @@ def copy_blocks(source: KvBlocks, target: KvBlocks, moves: BlockMoves, head_dim:
 
 def copy_by_torch(source: KvBlocks, target: KvBlocks, moves: BlockMoves, head_dim: int) -> None:
     """By torch's own operations, on any devices. What travels between two is in the host's type."""
-    source_blocks, target_blocks, num_tokens = (
-        torch.from_numpy(part).long() for part in (moves.source, moves.target, moves.num_tokens)
-    )
+    copy_at(source, target, Places(moves, torch.device("cpu")), head_dim)
+
+
+def copy_at(source: KvBlocks, target: KvBlocks, places: Places, head_dim: int) -> None:
+    """The same, of blocks of some layers, at places that may be on the device that has or addresses both."""
     block_bytes = source.elements[:, 0].numel() * source.elements.element_size()
     step = max(1, _COPY_BYTES // block_bytes)
-    for start in range(0, len(moves), step):
+    for start in range(0, len(places), step):
         part = slice(start, start + step)
-        staged = source.select(1, source_blocks[part])
+        staged = source.select(1, places.source[part])
         if source.elements.dtype == target.elements.dtype:
             staged = staged.to(target.elements.device)
         elif source.elements.is_cpu:
             staged = staged.to(target.elements.device)
-            staged = _converted(staged, target.elements.dtype, num_tokens[part], head_dim)
+            staged = _converted(staged, target.elements.dtype, places.num_tokens[part], head_dim)
         else:
-            staged = _converted(staged, target.elements.dtype, num_tokens[part], head_dim)
+            staged = _converted(staged, target.elements.dtype, places.num_tokens[part], head_dim)
             staged = staged.to(target.elements.device)
-        target.store(1, target_blocks[part], staged)
+        target.store(1, places.target[part], staged)
 
 
 def _converted(blocks: KvBlocks, dtype: torch.dtype, num_tokens: Tensor, head_dim: int) -> KvBlocks:
     """Blocks [num_layers, n, ...] in another type; what lies behind a block's tokens [n] becomes 0."""
     kv = by_token(blocks, head_dim)
-    unused = torch.arange(kv.shape[-2]) >= num_tokens[:, None]
+    unused = torch.arange(kv.shape[-2], device=num_tokens.device) >= num_tokens[:, None]
     return to_blocks(kv.masked_fill(unused.to(kv.device)[:, None, None, :, None], 0.0), dtype)

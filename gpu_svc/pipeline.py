@@ -80,7 +80,9 @@ class Stage:
             self._cache.write(layer, batch.gpu_kv_places, self._kv[batch.gpu_kv_tokens])
 
     def _await_weights(self, layer: int) -> bool:
-        """Whether they had to come."""
+        """Whether they had to come. Blocks that were swapped have, too, from then on."""
+        if self._host is not None:
+            self._host.await_layer(layer)
         return self._decoder.await_layer(layer)
 
     def submit(self) -> None:

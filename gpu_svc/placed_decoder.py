@@ -1,7 +1,7 @@
 """A decoder some of whose layers lie on the device, while the others are brought there in each iteration."""
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -20,6 +20,11 @@ class DeviceLayers(Protocol):
     """A decoder's layers, each on the device or not; `copy` belongs to the thread of a WeightStream."""
 
     layer_bytes: tuple[int, ...]
+
+    @property
+    def wait_ns(self) -> int:
+        """That the device has waited for copies so far, as far as it is known."""
+        ...
 
     @property
     def decoder(self) -> Decoder: ...
@@ -45,7 +50,18 @@ class DeviceLayers(Protocol):
         ...
 
     def copy(self, layer: int, buffer: int) -> int:
-        """Brings a layer into a buffer; the bytes, once they are there."""
+        """Brings a layer into a buffer: the bytes, once they are there or, on a device that copies beside its kernels,
+        once they are on their way.
+        """
+        ...
+
+    @property
+    def arrived(self) -> Callable[[int], int] | None:
+        """Returns once the last copy into a buffer is there, the nanoseconds that it took; None where `copy` does."""
+        ...
+
+    def await_copy(self, buffer: int) -> None:
+        """What is computed from now on finds the last copy there."""
         ...
 
     def bind(self, layer: int, buffer: int) -> None:
@@ -108,7 +124,7 @@ class PlacedDecoder:
         if streamed:
             num_buffers = min(NUM_BUFFERS, len(streamed))
             self._layers.make_buffers(num_buffers, max(self._layers.layer_bytes[layer] for layer in streamed))
-            self._stream = WeightStream(num_buffers, self._layers.copy)
+            self._stream = WeightStream(num_buffers, self._layers.copy, self._layers.arrived)
         else:
             self._layers.make_buffers(0, 0)  # What loading needed beside the layers.
 
@@ -116,7 +132,7 @@ class PlacedDecoder:
         """Ends the streaming; buffers are given up."""
         if self._stream is not None:
             self._stream.close()
-            self._before = self.traffic
+            self._before = self._host_traffic
             self._stream = None
         for layer in self._buffer_of:
             self._layers.drop(layer)
@@ -130,6 +146,12 @@ class PlacedDecoder:
 
     @property
     def traffic(self) -> WeightTraffic:
+        traffic = self._host_traffic
+        return WeightTraffic(traffic.num_bytes, traffic.wait_ns + self._layers.wait_ns)
+
+    @property
+    def _host_traffic(self) -> WeightTraffic:
+        """With the waits of the executor's thread only."""
         if self._stream is None:
             return self._before
         return WeightTraffic(
@@ -151,6 +173,7 @@ class PlacedDecoder:
         if self._buffer_of.get(layer) != buffer:
             self._layers.bind(layer, buffer)
             self._buffer_of[layer] = buffer
+        self._layers.await_copy(buffer)
         return True
 
     def post_attention(self, layer: int, attention: Tensor, hidden: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ Runs before the epoch's first plan, when no block holds anything. A grid ends ea
 it, time is linear in what still grows, and start-up must not take minutes.
 """
 
+import logging
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -21,7 +22,7 @@ from gpu_svc.cpu_trip import CpuTrip, cpu_trip, noise
 from gpu_svc.host_tier import HostPool, HostTier
 from gpu_svc.kv_cache import GpuKvCache, KvPlaces
 from gpu_svc.kv_layout import KvBlocks
-from gpu_svc.kv_swap import BlockMoves, copy_blocks, cross
+from gpu_svc.kv_swap import BlockMoves, copy_blocks
 from gpu_svc.limits import Int32Array, Limits
 from gpu_svc.link import Link
 from gpu_svc.lower_pool import LowerTables
@@ -43,6 +44,8 @@ _LINK_BYTES = 64 * 2**20
 _LINK_S = 0.05
 """Of crossing an emulated link, at most."""
 _ITERATION_SEQUENCES = 4  # A point of all tables, as is 1.
+
+logger = logging.getLogger(__name__)
 
 
 class NonFiniteLogitsError(Exception):
@@ -265,7 +268,11 @@ class Profiler:
         num_blocks = min(self.cache.num_blocks, pool.num_blocks, max(1, _SWAP_BYTES // block_bytes))
         blocks = np.arange(num_blocks, dtype=np.int32)
         moves = BlockMoves(blocks, blocks, np.full(num_blocks, shape.block_tokens, np.int32))
-        gpu, host, lower = KvBlocks(self.cache.blocks), pool.blocks, pool.lower
+        assert self.host is not None
+        gpu, tier, lower = KvBlocks(self.cache.blocks), self.host, pool.lower
+        on_host = blocks + np.int32(tier.first_blocks[tier.pools.index(pool)])
+        out, back = replace(moves, target=on_host), replace(moves, source=on_host)
+        none = BlockMoves(*[np.zeros(0, np.int32)] * 3)
         tables = LowerTables(self.cache.num_blocks)
 
         def there_and_back() -> None:
@@ -273,17 +280,23 @@ class Profiler:
                 copy_blocks(lower, lower, tables.to_host(moves), shape.head_dim)
                 copy_blocks(lower, lower, tables.to_gpu(moves), shape.head_dim)
             if self._upper_layers:
-                cross(self.link.to_host, gpu, host, moves, shape)
-                cross(self.link.to_device, host, gpu, moves, shape)
+                tier.swap(self.link, gpu, out, none, shape)
+                tier.swap(self.link, gpu, none, back, shape)
+                tier.settle()
 
         return 2 * num_blocks * block_bytes / self._watch.least_s(there_and_back)
 
     def _link_bytes_per_s(self) -> float:
         """As weights cross it."""
         lane, device = self.link.to_device, self.decoder.device
+        if device.type == "cuda":
+            from gpu_svc.cuda.link import measure_link
+
+            rates = measure_link(device, _LINK_BYTES)
+            logger.info("link: %s", rates)
+            return rates.to_device
         num_bytes = min(_LINK_BYTES, round(lane.bytes_per_s * _LINK_S) or _LINK_BYTES)
-        source = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        target = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        source, target = torch.zeros(num_bytes, dtype=torch.uint8), torch.zeros(num_bytes, dtype=torch.uint8)
         cross_once = partial(lane.carry, num_bytes, lambda piece: target[piece].copy_(source[piece]))
         return num_bytes / self._watch.least_s(cross_once)
 

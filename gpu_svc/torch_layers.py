@@ -1,14 +1,13 @@
 """Layers of a TorchDecoder: packed bytes cross the link on a stream of their own, and are unpacked on the device.
 
-On cuda the copies of one layer run beside the kernels of another; on a CPU, where this is tested, one after the other.
+On cuda all of that is only enqueued, and kernels that need a layer wait for it on the device (cuda/layer_copies.py). On
+a CPU, where this is tested, a copy has been made when its call returns.
 """
 
 import ctypes
-import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,9 +18,8 @@ from svc_common.decoder.cpu_decoder import CpuDecoder
 from svc_common.decoder.layer_file import LayerFile
 from svc_common.decoder.torch_decoder import TorchDecoder
 
-_CUDA_HOST_REGISTER_READ_ONLY = 8
-
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from gpu_svc.cuda.layer_copies import LayerCopies
 
 
 class TorchLayers:
@@ -40,16 +38,24 @@ class TorchLayers:
         self._staging: Tensor | None = None  # one packed layer, on the device
         self._buffers: list[Tensor] = []
         self._views: dict[tuple[int, int], LayerViews] = {}  # by layer and buffer
-        self._free: list[torch.cuda.Event | None] = []  # by buffer: when the device has computed with it
-        on_cuda = self._device.type == "cuda"
-        self._stream = torch.cuda.Stream(self._device) if on_cuda else None  # type: ignore[no-untyped-call]
+        self._copies: LayerCopies | None = None  # on cuda, with the file
 
     @cached_property
     def _file(self) -> LayerFile:
         file = self._open_file()
         if self._device.type == "cuda":
-            _register(file)
+            from gpu_svc.cuda.layer_copies import LayerCopies
+
+            self._copies = LayerCopies(self._device, file.path, file.address, file.num_bytes)
         return file
+
+    @property
+    def wait_ns(self) -> int:
+        return self._copies.wait_ns if self._copies else 0
+
+    @property
+    def arrived(self) -> Callable[[int], int] | None:
+        return self._copies.arrived if self._copies else None
 
     def open(self) -> None:
         _ = self._file
@@ -58,8 +64,13 @@ class TorchLayers:
         return self.decoder.is_bound(layer)
 
     def load(self, layer: int) -> None:
+        self.open()
         views = self._make_views(layer, self._memory(self.layer_bytes[layer]))
+        if self._copies is not None:
+            self._copies.follow_main()
         self._carry(layer, views)
+        if self._copies is not None:
+            self._copies.settle()
         self.decoder.bind_layer(layer, views.weights)
 
     def drop(self, layer: int) -> None:
@@ -68,23 +79,31 @@ class TorchLayers:
     def make_buffers(self, num: int, num_bytes: int) -> None:
         self._views.clear()
         self._buffers = [self._memory(num_bytes) for _ in range(num)]
-        self._free = [None] * num
+        if self._copies is not None:
+            self._copies.make_buffers(num)
         if not num:
             self._staging = None
 
     def copy(self, layer: int, buffer: int) -> int:
-        if (computed := self._free[buffer]) is not None:
-            computed.synchronize()
         views = self._views.get((layer, buffer)) or self._make_views(layer, self._buffers[buffer])
         self._views[layer, buffer] = views
-        return self._carry(layer, views)
+        if self._copies is None:
+            return self._carry(layer, views)
+        self._copies.begin(buffer)
+        num_bytes = self._carry(layer, views)
+        self._copies.copied(buffer)
+        return num_bytes
+
+    def await_copy(self, buffer: int) -> None:
+        if self._copies is not None:
+            self._copies.await_copy(buffer)
 
     def bind(self, layer: int, buffer: int) -> None:
         self.decoder.bind_layer(layer, self._views[layer, buffer].weights)
 
     def release(self, buffer: int) -> None:
-        if self._stream is not None:
-            self._free[buffer] = torch.cuda.current_stream(self._device).record_event()
+        if self._copies is not None:
+            self._copies.release(buffer)
 
     def bind_for_measuring(self, layer: int) -> None:
         """Into a buffer's memory, whatever lies there: the numbers do not matter, only how many there are."""
@@ -99,20 +118,25 @@ class TorchLayers:
         return LayerViews(parts, spec, memory, self.decoder.dtype, self._packed.panel_columns)
 
     def _carry(self, layer: int, views: LayerViews) -> int:
-        """Returns when it is there, so that who waits for it waits on the host."""
+        """Its bytes; on cuda the copy is only enqueued."""
         source = _as_tensor(self._file, layer)
-        if self._staging is None:
-            self._staging = self._memory(max(self.layer_bytes))
-        staged = self._staging[: len(source)]
-        with self._on_stream(), torch.inference_mode():
-            self._link.to_device.carry(len(source), lambda piece: staged[piece].copy_(source[piece], non_blocking=True))
-            views.unpack(staged)
-            if self._stream is not None:
-                self._stream.synchronize()
+        with torch.inference_mode():
+            if self._copies is None:
+                staged = self._staged(len(source))
+                self._link.to_device.carry(len(source), lambda piece: staged[piece].copy_(source[piece]))
+                views.unpack(staged)
+            else:
+                with self._copies.stream():
+                    staged = self._staged(len(source))
+                    self._copies.cross(source, staged)
+                    views.unpack(staged)
         return len(source)
 
-    def _on_stream(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
+    def _staged(self, num_bytes: int) -> Tensor:
+        """[num_bytes] of what one packed layer lies in on the device."""
+        if self._staging is None:
+            self._staging = self._memory(max(self.layer_bytes))
+        return self._staging[:num_bytes]
 
 
 def _as_tensor(file: LayerFile, layer: int) -> Tensor:
@@ -120,11 +144,3 @@ def _as_tensor(file: LayerFile, layer: int) -> Tensor:
     memory = file.layer(layer)
     view = (ctypes.c_uint8 * len(memory)).from_address(memory.ctypes.data)
     return torch.frombuffer(view, dtype=torch.uint8)
-
-
-def _register(file: LayerFile) -> None:
-    """So that the device reads the file itself; where it may not, the driver copies by way of memory of its own."""
-    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    code = int(runtime.cudaHostRegister(file.address, file.num_bytes, _CUDA_HOST_REGISTER_READ_ONLY))
-    if code:
-        logger.warning("%s cannot be pinned, error %d: copies to the device will be slower", file.path, code)

@@ -1,5 +1,7 @@
 """Brings layers to the device one after another while it computes, through two buffers; holds no weights itself.
 
+When a layer is ready its copy has been made, or it is enqueued in the device's own order: who needs it waits there.
+
 An iteration says in which order it needs them. A layer is in use from its first pre_attention until as many of its
 post_attentions have run; then its buffer takes the next that is needed. With two sub-batches, one of which is a layer
 ahead, two buffers are in use at times, never three (pipeline.py). After an iteration's last layer the first ones of the
@@ -43,13 +45,19 @@ class Copied:
 class WeightStream:
     """One thread that copies. All methods belong to the executor's."""
 
-    def __init__(self, num_buffers: int, copy: Callable[[int, int], int]) -> None:
-        """`copy(layer, buffer)` returns the bytes once they are there."""
+    def __init__(
+        self, num_buffers: int, copy: Callable[[int, int], int], arrived: Callable[[int], int] | None = None
+    ) -> None:
+        """`copy(layer, buffer)` returns the bytes once they are there, or, with `arrived`, once they are on their way:
+        `arrived(buffer)` then returns when they are there, the nanoseconds that they took.
+        """
         self.num_bytes = 0
         self.wait_ns = 0
+        """Of the executor's thread."""
         self.copied: deque[Copied] = deque(maxlen=4096)
         """The latest."""
         self._copy = copy
+        self._arrived = arrived
         self._buffers = [_Buffer(index) for index in range(num_buffers)]
         self._needed: deque[int] = deque()
         self._first: list[int] = []  # of the latest iteration
@@ -120,16 +128,21 @@ class WeightStream:
             start_ns = time.perf_counter_ns()
             try:
                 num_bytes = self._copy(layer, buffer.index)
+                with self._changed:
+                    self.num_bytes += num_bytes
+                    if self._arrived is None:
+                        self.copied.append(Copied(layer, start_ns, time.perf_counter_ns()))
+                    buffer.ready = True
+                    self._changed.notify_all()
+                if self._arrived is not None:
+                    took_ns = self._arrived(buffer.index)
+                    end_ns = time.perf_counter_ns()
+                    self.copied.append(Copied(layer, end_ns - took_ns, end_ns))
             except BaseException as error:
                 with self._changed:
                     self._failure = error
                     self._changed.notify_all()
                 return
-            with self._changed:
-                self.num_bytes += num_bytes
-                self.copied.append(Copied(layer, start_ns, time.perf_counter_ns()))
-                buffer.ready = True
-                self._changed.notify_all()
 
     def _next_job(self) -> tuple[_Buffer, int] | None:
         """Waits until a layer is to be copied into a buffer; None at the end."""

@@ -44,7 +44,7 @@ LayerBatch layer_batch_of(const LayerBatchArrays& arrays) {
 }
 
 Times run_iteration(Worker& worker, const std::vector<SubBatchArrays>& arrays, std::int32_t first_layer,
-                    std::int32_t num_layers, bool in_turn, bool trace, std::uint32_t first_batch,
+                    std::int32_t num_layers, bool in_turn, bool device_rings, bool trace, std::uint32_t first_batch,
                     const std::vector<LayerBatchArrays>& batches) {
     LayerWork work{first_batch, {}};
     for (const LayerBatchArrays& batch : batches) work.batches.push_back(layer_batch_of(batch));
@@ -52,7 +52,8 @@ Times run_iteration(Worker& worker, const std::vector<SubBatchArrays>& arrays, s
     for (const auto& [slot, first_submit, context_tokens, block_tables] : arrays)
         sub_batches.push_back({slot, first_submit, make_batch(context_tokens, block_tables)});
     nb::gil_scoped_release release;
-    IterationTimes times = worker.run(sub_batches, {first_layer, num_layers, in_turn}, trace, work);
+    const Ringer ringer = device_rings ? Ringer::device : Ringer::thread;
+    IterationTimes times = worker.run(sub_batches, {first_layer, num_layers, in_turn}, trace, work, ringer);
     return {times.compute_ns, times.wait_ns, std::move(times.trace_ns)};
 }
 
@@ -87,16 +88,17 @@ NB_MODULE(_attention, m) {
             nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(),
             nb::sig("def __init__(self, region: svc_common.tensor_plane._plane.Region, instruction_set: str, "
                     "threads: svc_common.cpu_kernels._kernels.ThreadPool, layers: LayerRunner | None) -> None"))
-        .def("run", &run_iteration, "sub_batches"_a, "first_layer"_a, "num_layers"_a, "in_turn"_a, "trace"_a, "first_batch"_a,
-             "batches"_a,
+        .def("run", &run_iteration, "sub_batches"_a, "first_layer"_a, "num_layers"_a, "in_turn"_a, "device_rings"_a,
+             "trace"_a, "first_batch"_a, "batches"_a,
              nb::sig("def run(self, sub_batches: list[tuple[int, int, numpy.typing.NDArray[numpy.int32], "
-                     "numpy.typing.NDArray[numpy.int32]]], first_layer: int, num_layers: int, in_turn: bool, trace: bool, "
-                     "first_batch: int, batches: list[tuple[int, int, numpy.typing.NDArray[numpy.int32], "
+                     "numpy.typing.NDArray[numpy.int32]]], first_layer: int, num_layers: int, in_turn: bool, device_rings: bool, "
+                     "trace: bool, first_batch: int, batches: list[tuple[int, int, numpy.typing.NDArray[numpy.int32], "
                      "numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.int32], "
                      "numpy.typing.NDArray[numpy.int32], list[tuple[int, int]]]]) -> "
                      "tuple[int, int, list[list[int]]]"),
              "Attention in some layers of (slot, first_submit, context_tokens, block_tables) in the order in which each\n"
-             "layer submits them, or with `in_turn` all layers of one before the next; and (first_row, num_layers, chunk_starts, chunk_tokens, context_tokens, block_tables,\n"
+             "layer submits them, or with `in_turn` all layers of one before the next, rung for by a device's stream where\n"
+             "`device_rings`; and (first_row, num_layers, chunk_starts, chunk_tokens, context_tokens, block_tables,\n"
              "rotations) through the CPU layers, tables of chunks before those of decodes, rotations as addresses of cos\n"
              "and sin. Returns (compute_ns, wait_ns, trace); the last is empty unless `trace`, see IterationTimes.")
         .def("cancel", &Worker::cancel, "Ends the running iteration, and each later one, at its next wait or CPU layer.")

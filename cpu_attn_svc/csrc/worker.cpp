@@ -61,7 +61,7 @@ Worker::Worker(Region& region, const Kernel& kernel, ThreadPool& threads, LayerR
 }
 
 IterationTimes Worker::run(const std::vector<SubBatch>& sub_batches, LayerRange layers, bool trace,
-                           const LayerWork& work) {
+                           const LayerWork& work, Ringer ringer) {
     check(sub_batches, layers, work);
     const int num_threads = threads_.resize();
     std::vector<DecodePlan> plans;
@@ -88,11 +88,11 @@ IterationTimes Worker::run(const std::vector<SubBatch>& sub_batches, LayerRange 
         bool attends = submit < num_submits;
         if (batch < work.batches.size()) {
             // Attention is handed over only after all batches; where none is there yet, a layer goes on meanwhile.
-            wait(layer_waiter_, control.layers_submitted, all_batches);
+            wait(layer_waiter_, control.layers_submitted, all_batches, Ringer::thread);
             attends = attends && control.submitted[sub_batches[place].slot].reached(sub_batches[place].first_submit + number);
         } else {
             const SubBatch& next = sub_batches[place];
-            wait(waiters_[next.slot], control.submitted[next.slot], next.first_submit + number);
+            wait(waiters_[next.slot], control.submitted[next.slot], next.first_submit + number, ringer);
         }
         const auto begun = Clock::now();
         const SinceWhen computing(computing_since_ns_, to_ns(begun));
@@ -167,14 +167,15 @@ const char* Worker::given_up() const {
     return region_.is_closed() ? "the executor closed the region" : nullptr;
 }
 
-void Worker::wait(Waiter& waiter, Doorbell& bell, std::uint32_t target) {
+void Worker::wait(Waiter& waiter, Doorbell& bell, std::uint32_t target, Ringer ringer) {
     const char* why = nullptr;
     auto interrupted = [&](bool slept_a_slice) {
         why = given_up();
         if (why == nullptr && slept_a_slice && !region_.peer_alive()) why = "the executor is gone";
         return why != nullptr;
     };
-    if (waiter.wait(bell, target, Clock::time_point::max(), interrupted) != WaitResult::reached) throw Interrupted(why);
+    const WaitResult end = waiter.wait(bell, target, Clock::time_point::max(), interrupted, ringer);
+    if (end != WaitResult::reached) throw Interrupted(why);
 }
 
 }  // namespace neoflex

@@ -55,9 +55,10 @@ class Worker {
     // one runs at a time.
     Worker(Region& region, const Kernel& kernel, ThreadPool& threads, LayerRunner* layers = nullptr);
 
+    // `ringer` is who rings for the sub-batches; batches through the CPU layers are always handed over by a thread.
     // Throws PlaneError where a number is out of range, before any memory is touched, and Interrupted.
     IterationTimes run(const std::vector<SubBatch>& sub_batches, LayerRange layers, bool trace,
-                       const LayerWork& work = {});
+                       const LayerWork& work = {}, Ringer ringer = Ringer::thread);
 
     // Ends the running iteration, and each later one, at its next wait or CPU layer. From any thread.
     void cancel();
@@ -69,7 +70,7 @@ class Worker {
     void check(const std::vector<SubBatch>& sub_batches, LayerRange layers, const LayerWork& work) const;
     // Why nobody wants the iteration any more; null: somebody does.
     const char* given_up() const;
-    void wait(Waiter& waiter, Doorbell& bell, std::uint32_t target);
+    void wait(Waiter& waiter, Doorbell& bell, std::uint32_t target, Ringer ringer);
     void attend(const SubBatch& batch, DecodePlan& plan, int layer);
 
     Region& region_;

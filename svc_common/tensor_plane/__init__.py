@@ -3,6 +3,7 @@
 The executor's side is `TensorPlane`; the CPU attention service's side is `Segment` and the functions of `messages`.
 """
 
+from svc_common.tensor_plane._plane import Outcome
 from svc_common.tensor_plane.errors import PeerLostError, PlaneError, PlaneTimeoutError
 from svc_common.tensor_plane.messages import CpuSubBatch, EventKind, LayerBatch, Report, WorkEvent
 from svc_common.tensor_plane.plane import TensorPlane
@@ -13,6 +14,7 @@ __all__ = [
     "CpuSubBatch",
     "EventKind",
     "LayerBatch",
+    "Outcome",
     "PeerLostError",
     "PlaneError",
     "PlaneTimeoutError",

@@ -18,14 +18,14 @@ import numpy.typing as npt
 
 from svc_common.tensor_plane.errors import PlaneError
 
-VERSION = 4
+VERSION = 5
 MAX_MESSAGE_BYTES = 256 * 2**20
 """Tables of 4,096 sequences of 16,384 blocks each; ZeroMQ hangs up on who sends more."""
 _DESCRIPTOR_MAGIC = 0x4449464E  # "NFID"
 _REPORT_MAGIC = 0x5249464E  # "NFIR"
 # magic, version, num_sub_batches, epoch, iteration, host_blocks_used, first_layer, num_layers, trace,
-# num_layer_batches, first_layer_batch, in_turn
-_DESCRIPTOR = struct.Struct("<IHHQQiiiIIII")
+# num_layer_batches, first_layer_batch, in_turn, device_rings
+_DESCRIPTOR = struct.Struct("<IHHQQiiiIIIII")
 # slot, first_submit, num_sequences, stride
 _SUB_BATCH = struct.Struct("<iIII")
 # first_row, num_layers, num_chunks, num_decodes, stride
@@ -107,6 +107,9 @@ class Descriptor:
     """Number on the layers' doorbell before the iteration."""
     in_turn: bool = False
     """All layers of one sub-batch are submitted before those of the next; else each layer of all before the next."""
+    device_rings: bool = False
+    """A device's stream submits the sub-batches and awaits their answers: it wakes nobody. All slots' doorbells start
+    from 0."""
 
     @property
     def has_work(self) -> bool:
@@ -182,6 +185,7 @@ def encode_descriptor(descriptor: Descriptor) -> bytes:
             len(descriptor.layer_batches),
             descriptor.first_layer_batch,
             descriptor.in_turn,
+            descriptor.device_rings,
         )
     ]
     for submitted in descriptor.sub_batches:
@@ -240,9 +244,8 @@ def decode_descriptor(message: bytes) -> Descriptor:
     reader = _Reader(message)
     magic, version, num_sub_batches, *numbers = reader.header(_DESCRIPTOR)
     _check_kind("descriptor", magic, _DESCRIPTOR_MAGIC, version)
-    epoch, iteration, host_blocks_used, first_layer, num_layers, trace, num_layer_batches, first_batch, in_turn = (
-        numbers
-    )
+    epoch, iteration, host_blocks_used, first_layer, num_layers, trace, num_layer_batches, first_batch, *flags = numbers
+    in_turn, device_rings = map(bool, flags)
     sub_batches = []
     for _ in range(num_sub_batches):
         slot, first_submit, num_sequences, stride = reader.header(_SUB_BATCH)
@@ -266,7 +269,8 @@ def decode_descriptor(message: bytes) -> Descriptor:
         bool(trace),
         tuple(layer_batches),
         first_batch,
-        bool(in_turn),
+        in_turn,
+        device_rings,
     )
 
 

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import zmq
 
 from svc_common.tensor_plane import _plane
+from svc_common.tensor_plane._plane import Outcome
 from svc_common.tensor_plane.errors import PeerLostError, PlaneError, PlaneTimeoutError
 from svc_common.tensor_plane.messages import (
     MAX_MESSAGE_BYTES,
@@ -33,12 +34,17 @@ Array = npt.NDArray[Any]
 
 
 class TensorPlane:
-    """One attached region. Used by one thread at a time; `peer_alive` by any.
+    """One attached region. Used by one thread at a time; by any: `peer_alive`, `outlook`, `numbers`, `release_device`.
 
     Per layer, slots are submitted in the order in which `begin` named them. Arrays are views of the region: writes to
     `q`, `k` and `v` of a slot belong between its `wait` and its next `submit`, reads of `out` after its `wait`.
     They stay valid after `close`.
+
+    Where a device rings, its stream writes and awaits the numbers at `word_offsets` instead of `submit` and `wait`.
     """
+
+    memory: npt.NDArray[np.uint8]
+    """[region's bytes] that are mapped."""
 
     pool: Array
     """[num_layers - num_cpu_layers, num_blocks, 2 (K, V), num_kv_heads, block_tokens * head_dim], see csrc/layout.h;
@@ -61,7 +67,7 @@ class TensorPlane:
         self._upper_layers = range(shape.num_cpu_layers, shape.num_layers)
         self._num_layer_batches = 0
         self.num_blocks = region.num_blocks
-        memory = region.memory()
+        self.memory = memory = region.memory()
         block = (2, shape.num_kv_heads, shape.block_tokens * shape.head_dim)
         kv_dtype, fp32 = numpy_dtype(shape.kv_dtype), np.dtype(np.float32)
         self.pool = _view(memory, region.pool_offset, kv_dtype, (len(self._upper_layers), region.num_blocks, *block))
@@ -118,15 +124,16 @@ class TensorPlane:
         layers: range | None = None,
         layer_batches: Sequence[LayerBatch] = (),
         in_turn: bool = False,
+        device_rings: bool = False,
     ) -> None:
         """Describes an iteration: attention for its sub-batches in `layers`, or in all above the CPU layers, and what
-        passes those. `in_turn`: as of Descriptor.
+        passes those. `in_turn` and `device_rings`: as of Descriptor.
 
         Without any it only accounts for blocks, and `finish` must not follow.
         """
         self._iteration = iteration
         self._num_layer_batches = len(layer_batches)
-        self._exchange.begin(iteration)
+        self._exchange.begin(iteration, device_rings)
         submitted = tuple(SubmittedSubBatch(batch, self._exchange.num_submits(batch.slot)) for batch in sub_batches)
         message = encode_descriptor(
             Descriptor(
@@ -139,6 +146,7 @@ class TensorPlane:
                 tuple(layer_batches),
                 self._exchange.num_layer_batches,
                 in_turn,
+                device_rings,
             )
         )
         if len(message) > MAX_MESSAGE_BYTES:
@@ -165,14 +173,14 @@ class TensorPlane:
     def wait(self, slot: int, timeout_s: float) -> None:
         """Returns once `out` holds the answer to this slot's last submit."""
         outcome = self._exchange.wait(slot, timeout_s)
-        if outcome is not _plane.Outcome.COMPLETED:
-            self._raise_for(outcome, timeout_s)
+        if outcome is not Outcome.COMPLETED:
+            self.raise_for(outcome, timeout_s)
 
     def wait_rows(self, slot: int, out: object, first_row: int, num_rows: int, timeout_s: float) -> None:
         """Waits, then copies the answer into rows of out [n, num_q_heads, head_dim], a tensor as in `submit_rows`."""
         outcome = self._exchange.wait_and_take(slot, out, first_row, num_rows, timeout_s)
-        if outcome is not _plane.Outcome.COMPLETED:
-            self._raise_for(outcome, timeout_s)
+        if outcome is not Outcome.COMPLETED:
+            self.raise_for(outcome, timeout_s)
 
     def submit_layers(self) -> None:
         """The hidden states of all the iteration's layer batches are in place."""
@@ -182,18 +190,35 @@ class TensorPlane:
         """Returns once a layer batch, by its place in `begin`, is through: `hidden` is what the CPU layers made."""
         before = self._exchange.num_layer_batches - self._num_layer_batches
         outcome = self._exchange.wait_layers((before + index + 1) % 2**32, timeout_s)
-        if outcome is not _plane.Outcome.COMPLETED:
-            self._raise_for(outcome, timeout_s)
+        if outcome is not Outcome.COMPLETED:
+            self.raise_for(outcome, timeout_s)
 
     @property
     def wait_ns(self) -> int:
         """Spent in waits so far."""
         return self._exchange.waited_ns
 
-    def _raise_for(self, outcome: _plane.Outcome, timeout_s: float) -> NoReturn:
-        if outcome is _plane.Outcome.PEER_LOST:
+    def word_offsets(self, slot: int) -> tuple[int, int]:
+        """Where in `memory` a slot's 32-bit numbers lie: of what is submitted, and of what is completed."""
+        return self._region.word_offsets(slot)
+
+    def numbers(self, slot: int) -> tuple[int, int]:
+        """How many layers a device has submitted in this iteration, and how many of them are answered."""
+        return self._exchange.numbers(slot)
+
+    def outlook(self) -> Outcome:
+        """PEER_LOST or REFUSED where no answer will come in this iteration, else COMPLETED."""
+        return self._exchange.outlook()
+
+    def release_device(self) -> None:
+        """Lets a device go on that waits in this iteration; what it computes from then on is for nothing."""
+        self._exchange.release_device()
+
+    def raise_for(self, outcome: Outcome, timeout_s: float) -> NoReturn:
+        """What a wait raises that ended so."""
+        if outcome is Outcome.PEER_LOST:
             raise PeerLostError("the CPU attention service is gone")
-        if outcome is _plane.Outcome.TIMED_OUT:
+        if outcome is Outcome.TIMED_OUT:
             raise PlaneTimeoutError(f"no answer from the CPU within {timeout_s} s")
         _raise_if_failed(self._receive_report(_REFUSAL_TEXT_S))
         raise PlaneError(f"the CPU attention service refused iteration {self._iteration}")

@@ -148,6 +148,39 @@ void test_regular_waits() {
     ringer.join();
 }
 
+// Numbers that change without a wake, soon or late, are seen; a nudge and a peer's death still end the wait.
+void test_a_device_rings() {
+    Doorbell bell;
+    Waiter waiter;
+    auto wait = [&](std::uint32_t number, auto&& interrupted) {
+        return waiter.wait(bell, number, Clock::now() + seconds(60), interrupted, Ringer::device);
+    };
+    std::thread device([&] {
+        std::minstd_rand random(5);
+        for (std::uint32_t number = 1; number <= 60; ++number) {
+            std::this_thread::sleep_for(microseconds(random() % (number % 8 == 0 ? 30'000 : 300)));
+            bell.number.store(number, std::memory_order_release);
+        }
+    });
+    for (std::uint32_t number = 1; number <= 60; ++number) CHECK(wait(number, never) == WaitResult::reached);
+    device.join();
+    bell.reset();
+    CHECK(wait(0, never) == WaitResult::reached);
+    int num_slices = 0;
+    CHECK(wait(1, [&](bool slept_a_slice) { return (num_slices += slept_a_slice) == 2; }) == WaitResult::interrupted);
+    const auto start = Clock::now();
+    CHECK(waiter.wait(bell, 1, start + milliseconds(30), never, Ringer::device) == WaitResult::timed_out);
+    CHECK(Clock::now() - start >= milliseconds(30));
+    std::atomic<bool> stop{false};
+    std::thread stopper([&] {
+        std::this_thread::sleep_for(milliseconds(5));
+        stop.store(true);
+        bell.nudge();
+    });
+    CHECK(wait(1, [&](bool) { return stop.load(); }) == WaitResult::interrupted);
+    stopper.join();
+}
+
 }  // namespace
 
 int main() {
@@ -159,4 +192,5 @@ int main() {
     test_time_runs_out();
     test_interruption();
     test_regular_waits();
+    test_a_device_rings();
 }

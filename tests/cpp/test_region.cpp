@@ -142,13 +142,38 @@ void test_rows_of_any_stride_are_copied() {
                 CHECK(std::memcmp(&out[token * row + i * apart], &fused[token * row + i * apart], head) == 0);
     }
     CHECK(exchange.num_submits(1) == 2 && exchange.num_submits(0) == 0);
-    exchange.begin(9);
+    exchange.begin(9, false);
     owner->control().refused_iteration.store(9);
     exchange.ring(0);
     CHECK(exchange.wait(0, seconds(20)) == Outcome::refused);
-    exchange.begin(10);
+    exchange.begin(10, false);
     owner->close();
     CHECK(exchange.wait(0, seconds(20)) == Outcome::peer_lost);
+}
+
+// As a device rings: by the numbers alone, from 0 in each iteration.
+void test_a_device_that_waits_is_let_go() {
+    TemporaryDirectory directory;
+    const std::string path = directory.path("region");
+    const auto owner = Region::create(path, epoch, shape, pool_bytes, {});
+    const auto region = Region::attach(path, epoch, shape);
+    Exchange exchange(*region);
+    exchange.ring(0);
+    exchange.begin(1, true);
+    CHECK(exchange.num_submits(0) == 0 && exchange.numbers(0) == std::make_pair(0u, 0u));
+    region->control().submitted[1].number.store(2);
+    owner->control().completed[1].ring(1);
+    CHECK(exchange.numbers(1) == std::make_pair(2u, 1u));
+    CHECK(exchange.outlook() == Outcome::completed);
+    exchange.begin(2, true);
+    CHECK(exchange.numbers(1) == std::make_pair(0u, 0u));
+    owner->control().refused_iteration.store(2);
+    CHECK(exchange.outlook() == Outcome::refused);
+    exchange.release_device();
+    for (const std::uint32_t awaited : {1u, 1000u, 0x7fffffffu}) CHECK(region->control().completed[0].reached(awaited));
+    exchange.begin(3, true);
+    owner->close();
+    CHECK(exchange.outlook() == Outcome::peer_lost);
 }
 
 }  // namespace
@@ -159,4 +184,5 @@ int main() {
     test_an_executor_that_is_killed();
     test_an_owner_that_is_killed_ends_a_wait();
     test_rows_of_any_stride_are_copied();
+    test_a_device_that_waits_is_let_go();
 }

@@ -261,6 +261,31 @@ void test_any_numbers(const Kernel& kernel) {
     CHECK(num_refused > 500);
 }
 
+// A device hands over by the number alone and reads the answer's; each iteration counts from 1.
+void test_a_device_rings(const Kernel& kernel) {
+    const Shape shape{3, 2, 1, 8, 4, DType::fp32, DType::fp32, 2, 1.0f, 0.0f, {}};
+    Rig rig(shape, kernel, 1, 3);
+    const std::int32_t context = 1, block = 0;
+    Control& control = rig.owner().control();
+    std::minstd_rand random(1);
+    for (int iteration = 1; iteration <= 5; ++iteration) {
+        rig.exchange().begin(iteration, true);
+        std::thread device([&] {
+            for (std::uint32_t number = 1; number <= 6; ++number) {
+                std::this_thread::sleep_for(std::chrono::microseconds(random() % 500));
+                const int slot = number % 2;
+                const auto value = (number + 1) / 2;
+                control.submitted[slot].number.store(value, std::memory_order_release);
+                while (!control.completed[slot].reached(value)) std::this_thread::yield();
+            }
+        });
+        const DecodeBatch decodes{1, &context, &block, 1};
+        rig.worker().run({{1, 0, decodes}, {0, 0, decodes}}, {0, 3}, false, {}, Ringer::device);
+        device.join();
+        CHECK(rig.exchange().numbers(0) == std::make_pair(3u, 3u) && rig.exchange().numbers(1) == std::make_pair(3u, 3u));
+    }
+}
+
 void test_an_executor_that_closes_ends_the_iteration(const Kernel& kernel) {
     const Shape shape{1, 2, 1, 8, 4, DType::fp32, DType::fp32, 2, 1.0f, 0.0f, {}};
     Rig rig(shape, kernel, 1, 3);
@@ -283,5 +308,6 @@ int main() {
     }
     test_what_is_refused(scalar_kernel);
     for (const Kernel* kernel : runnable_kernels()) test_any_numbers(*kernel);
+    test_a_device_rings(scalar_kernel);
     test_an_executor_that_closes_ends_the_iteration(scalar_kernel);
 }

@@ -71,7 +71,7 @@ def test_too_large_a_message_is_not_taken(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("svc_common.tensor_plane.plane.MAX_MESSAGE_BYTES", 10_000)
     segment = Segment.create(tmp_path, 1, SHAPE, 2**20)
     plane = TensorPlane.attach(segment.path, segment.endpoint, 1, SHAPE)
-    with pytest.raises(PlaneError, match="the descriptor has 32100 bytes, at most 10000 are taken"):
+    with pytest.raises(PlaneError, match="the descriptor has 32104 bytes, at most 10000 are taken"):
         plane.begin(1, [batch], 0)
     plane.close()
     segment.close()

@@ -169,3 +169,22 @@ def test_copies_are_noted_in_order(stream: WeightStream, copies: Copies) -> None
     assert [one.layer for one in noted] == [0, 1, 2]
     assert all(one.start_ns <= one.end_ns for one in noted)
     assert all(before.end_ns <= after.start_ns for before, after in pairwise(noted))
+
+
+def test_a_layer_may_be_used_while_it_is_on_its_way() -> None:
+    """A device keeps the order by itself; what is noted of a copy is when it was there."""
+    here = threading.Event()
+
+    def arrived(buffer: int) -> int:
+        assert here.wait(20)
+        return 1000
+
+    stream = WeightStream(2, lambda layer, buffer: 7, arrived)
+    stream.begin([3, 4])
+    assert stream.acquire(3) == 0
+    assert stream.num_bytes == 7
+    assert not stream.copied
+    here.set()
+    assert stream.acquire(4) == 1
+    stream.close()
+    assert [(one.layer, one.end_ns - one.start_ns) for one in stream.copied] == [(3, 1000), (4, 1000)]

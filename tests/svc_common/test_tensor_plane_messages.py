@@ -28,7 +28,7 @@ def two_sub_batches() -> Descriptor:
         context_tokens=np.array([8], np.int32),
         block_tables=np.array([[5, 6], [7, 8], [9, 1]], np.int32),
     )
-    return Descriptor(2**40 + 1, 77, 12, submitted, range(3, 8), False, (layers,), 2**32 - 2, in_turn=True)
+    return Descriptor(2**40 + 1, 77, 12, submitted, range(3, 8), False, (layers,), 2**32 - 2, True, True)
 
 
 def test_descriptor_keeps_its_values() -> None:
@@ -39,7 +39,12 @@ def test_descriptor_keeps_its_values() -> None:
     assert decoded.sub_batches[0].batch.context_tokens.tolist() == [5, 17]
     assert decoded.sub_batches[0].batch.block_tables.tolist() == [[3, -1], [7, 2]]
     assert decoded.sub_batches[1].batch.block_tables.tolist() == [[0, 0, 9]]
-    assert (decoded.first_layer_batch, decoded.in_turn, decoded.trace) == (2**32 - 2, True, False)
+    assert (decoded.first_layer_batch, decoded.in_turn, decoded.device_rings, decoded.trace) == (
+        2**32 - 2,
+        True,
+        True,
+        False,
+    )
     (layers,) = decoded.layer_batches
     assert (layers.first_row, layers.num_layers, layers.num_tokens) == (6, 2, 6)
     assert (layers.chunk_starts.tolist(), layers.chunk_tokens.tolist()) == ([0, 9], [4, 1])
@@ -49,9 +54,11 @@ def test_descriptor_keeps_its_values() -> None:
 
 def test_descriptor_is_little_endian_and_fixed() -> None:
     batch = CpuSubBatch(1, np.array([300], np.int32), np.array([[4]], np.int32))
-    message = encode_descriptor(Descriptor(2, 3, 4, (SubmittedSubBatch(batch, 5),), range(6, 13), trace=True))
-    expected = (b"NFID", 4, 1, 2, 3, 4, 6, 7, 1, 0, 0, 0, 1, 5, 1, 1, 300, 4)
-    assert message == struct.pack("<4sHHQQiiiIIIIiIIIii", *expected)
+    message = encode_descriptor(
+        Descriptor(2, 3, 4, (SubmittedSubBatch(batch, 5),), range(6, 13), trace=True, device_rings=True)
+    )
+    expected = (b"NFID", 5, 1, 2, 3, 4, 6, 7, 1, 0, 0, 0, 1, 1, 5, 1, 1, 300, 4)
+    assert message == struct.pack("<4sHHQQiiiIIIIIiIIIii", *expected)
 
 
 def test_descriptor_without_work() -> None:
@@ -89,7 +96,7 @@ def test_other_kinds_and_versions_are_refused() -> None:
     message = encode_descriptor(two_sub_batches())
     with pytest.raises(PlaneError, match="not a descriptor"):
         decode_descriptor(b"XXXX" + message[4:])
-    with pytest.raises(PlaneError, match="descriptor version 9, this side has 4"):
+    with pytest.raises(PlaneError, match="descriptor version 9, this side has 5"):
         decode_descriptor(message[:4] + struct.pack("<H", 9) + message[6:])
     with pytest.raises(PlaneError, match="not a report"):
         decode_report(message)

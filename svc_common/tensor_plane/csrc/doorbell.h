@@ -2,6 +2,9 @@
 //
 // A doorbell is a 32-bit number that only grows, modulo 2^32. The writer stores it with release order and
 // enters the kernel only where somebody sleeps. How to wait is in waiter.h.
+//
+// Where a device's stream writes and awaits the numbers, it does so at the doorbell's address, wakes nobody, and has
+// them start from 0 in each iteration.
 #pragma once
 
 #include <linux/futex.h>
@@ -48,6 +51,9 @@ struct alignas(64) Doorbell {
         number.store(value, std::memory_order_seq_cst);
         if (num_sleepers.load(std::memory_order_seq_cst) != 0) futex_wake_all(number);
     }
+
+    // Back to a number before any that is waited for. While nobody waits.
+    void reset() { number.store(0, std::memory_order_release); }
 
     // Sleeps until the number is no longer `seen`, a nudge or the limit, or not at all where it has changed already.
     void sleep(std::uint32_t seen, nanoseconds limit) {

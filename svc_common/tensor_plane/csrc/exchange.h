@@ -3,6 +3,7 @@
 
 #include <cstring>
 #include <string>
+#include <utility>
 
 #include "region.h"
 #include "waiter.h"
@@ -18,6 +19,9 @@ struct RowsView {
 
 enum class Outcome { completed, timed_out, peer_lost, refused };
 
+// Of one slot in an iteration that a device rings in: half the circle.
+inline constexpr std::uint32_t most_submits = 0x7fffffff;
+
 // Used by one thread at a time.
 class Exchange {
   public:
@@ -26,8 +30,37 @@ class Exchange {
     // Submits so far of a slot, modulo 2^32.
     std::uint32_t num_submits(int slot) const { return num_submits_[slot]; }
 
-    // Waits belong to this iteration from now on.
-    void begin(std::uint64_t iteration) { iteration_ = iteration; }
+    // Waits belong to this iteration from now on. A worker that reads no numbers any more, since its report of the
+    // iteration before has come, has them start from 0 where a device is to ring.
+    void begin(std::uint64_t iteration, bool device_rings) {
+        iteration_ = iteration;
+        if (!device_rings) return;
+        Control& control = region_.control();
+        for (int slot = 0; slot < num_slots; ++slot) {
+            control.submitted[slot].reset();
+            control.completed[slot].reset();
+            num_submits_[slot] = 0;
+        }
+    }
+
+    // Of an iteration that a device rings in: how many layers a slot has submitted, and how many are answered.
+    std::pair<std::uint32_t, std::uint32_t> numbers(int slot) const {
+        const Control& control = region_.control();
+        // Read in this order: what is answered was submitted before.
+        const std::uint32_t completed = control.completed[slot].number.load(std::memory_order_acquire);
+        return {control.submitted[slot].number.load(std::memory_order_acquire), completed};
+    }
+
+    // Whether the worker has refused this iteration or is no more; completed: neither.
+    Outcome outlook() const {
+        if (region_.control().refused_iteration.load(std::memory_order_acquire) == iteration_) return Outcome::refused;
+        return region_.is_closed() || !region_.peer_alive() ? Outcome::peer_lost : Outcome::completed;
+    }
+
+    // Ends all waits of a device in this iteration: no answer will come, and what it does from here on is for nothing.
+    void release_device() {
+        for (auto& bell : region_.control().completed) bell.ring(most_submits);
+    }
 
     // Copies the first rows of a slot's q, k and v and rings.
     void submit(int slot, std::size_t num_rows, const RowsView& q, const RowsView& k, const RowsView& v) {

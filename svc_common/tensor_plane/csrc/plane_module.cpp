@@ -139,6 +139,17 @@ void bind_region(nb::module_& m) {
             "slot"_a, nb::sig("def slot_offsets(self, slot: int) -> tuple[int, int, int, int]"),
             "Where q, k, v and out of an exchange slot start.")
         .def(
+            "word_offsets",
+            [](const Region& r, int slot) {
+                check_slot(slot);
+                const auto offset = [&](const Doorbell& bell) {
+                    return static_cast<std::size_t>(reinterpret_cast<const std::byte*>(&bell.number) - r.base());
+                };
+                return nb::make_tuple(offset(r.control().submitted[slot]), offset(r.control().completed[slot]));
+            },
+            "slot"_a, nb::sig("def word_offsets(self, slot: int) -> tuple[int, int]"),
+            "Where the 32-bit numbers lie of what is submitted and what is completed.")
+        .def(
             "memory",
             [](nb::handle_t<Region> self) {
                 Region& region = nb::cast<Region&>(self);
@@ -171,7 +182,22 @@ void bind_exchange(nb::module_& m) {
                 return exchange.num_submits(slot);
             },
             "slot"_a, "So far, modulo 2^32.")
-        .def("begin", &Exchange::begin, "iteration"_a, "Waits belong to this iteration from now on.")
+        .def("begin", &Exchange::begin, "iteration"_a, "device_rings"_a,
+             "Waits belong to this iteration from now on. Where a device rings, all slots' numbers start from 0: the\n"
+             "worker's report of the iteration before must have come.")
+        .def(
+            "numbers",
+            [](const Exchange& exchange, int slot) {
+                check_slot(slot);
+                const auto [submitted, completed] = exchange.numbers(slot);
+                return nb::make_tuple(submitted, completed);
+            },
+            "slot"_a, nb::sig("def numbers(self, slot: int) -> tuple[int, int]"),
+            "Layers that a slot has submitted in this iteration and that are answered, where a device rings.")
+        .def("outlook", &Exchange::outlook,
+             "PEER_LOST or REFUSED where no answer will come in this iteration, else COMPLETED. From any thread.")
+        .def("release_device", &Exchange::release_device,
+             "Ends all waits of a device in this iteration, unanswered as they are. From any thread.")
         .def(
             "ring",
             [](Exchange& exchange, int slot) {

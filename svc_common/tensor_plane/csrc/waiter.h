@@ -7,6 +7,8 @@
 //
 // A wait spins for at most `most_spin`, and only where recent waits would have ended within it. A spinner lets others
 // run on its core every few microseconds, and stops spinning for a while where somebody does.
+//
+// A device that rings wakes nobody: who waits for it looks again and again, ever more rarely the longer it takes.
 #pragma once
 
 #include <sched.h>
@@ -34,6 +36,9 @@ inline void pause_cpu() {
 
 enum class WaitResult { reached, timed_out, interrupted };
 
+// Who rings: a thread, which wakes sleepers, or a device, which can't.
+enum class Ringer { thread, device };
+
 // Used by one thread at a time, for waits that are alike.
 class Waiter {
   public:
@@ -44,7 +49,8 @@ class Waiter {
     // Waits until the bell reaches `target`. `interrupted(slept_a_slice)` ends the wait by returning true; it is
     // called before each sleep, with true after a slice of sleep passed without a ring: the moment for costly checks.
     template <typename Interrupted>
-    WaitResult wait(Doorbell& bell, std::uint32_t target, Clock::time_point deadline, Interrupted&& interrupted) {
+    WaitResult wait(Doorbell& bell, std::uint32_t target, Clock::time_point deadline, Interrupted&& interrupted,
+                    Ringer ringer = Ringer::thread) {
         if (bell.reached(target)) return WaitResult::reached;
         const auto start = Clock::now();
         const Window window = next_window();
@@ -52,7 +58,8 @@ class Waiter {
         // A nap may be cut short, by a nudge say.
         const auto spin_end = std::min(start + window.end, Clock::now() + most_spin);
         if (!spin(bell, target, std::min(spin_end, deadline))) {
-            const WaitResult end = sleep(bell, target, deadline, interrupted);
+            const WaitResult end = ringer == Ringer::thread ? sleep(bell, target, deadline, interrupted)
+                                                            : look(bell, target, deadline, interrupted);
             if (end != WaitResult::reached) return end;
         }
         gaps_[num_gaps_++ % gaps_.size()] = Clock::now() - start;
@@ -75,6 +82,9 @@ class Waiter {
     static constexpr std::uint32_t most_skipped = 32;
     // What comes later than this after a nap was not the wake-up but somebody else on the core.
     static constexpr nanoseconds most_oversleep = std::chrono::microseconds(100);
+    // Between two looks at a number that a device writes: an eighth of the time that it has taken so far, within these.
+    static constexpr nanoseconds least_pause = std::chrono::microseconds(10);
+    static constexpr nanoseconds most_pause = std::chrono::microseconds(80);
 
     Window next_window() {
         if (skip_ > 0) {
@@ -93,10 +103,14 @@ class Waiter {
         return {};
     }
 
-    void nap(Doorbell& bell, std::uint32_t target, Clock::time_point until, Clock::time_point deadline) {
-        // The kernel may prolong a sleep by a thread's slack, 50 us unless told otherwise.
+    // The kernel may prolong a sleep by a thread's slack, 50 us unless told otherwise.
+    static void set_timer_slack() {
         static thread_local const int slack_set = prctl(PR_SET_TIMERSLACK, 1000UL);
         static_cast<void>(slack_set);
+    }
+
+    void nap(Doorbell& bell, std::uint32_t target, Clock::time_point until, Clock::time_point deadline) {
+        set_timer_slack();
         const std::uint32_t seen = bell.number.load(std::memory_order_relaxed);
         const nanoseconds limit = std::min(until, deadline) - Clock::now();
         if (limit <= nanoseconds::zero() || bell.reached(target)) return;
@@ -144,6 +158,25 @@ class Waiter {
             if (start >= deadline) return WaitResult::timed_out;
             bell.sleep(seen, std::min<nanoseconds>(sleep_slice, deadline - start));
             slept_a_slice = Clock::now() - start >= sleep_slice;
+        }
+    }
+
+    // `sleep` for a number that changes without a wake. A nudge ends a pause, as it does a sleep.
+    template <typename Interrupted>
+    static WaitResult look(Doorbell& bell, std::uint32_t target, Clock::time_point deadline,
+                           Interrupted&& interrupted) {
+        set_timer_slack();
+        const auto start = Clock::now();
+        auto checked = start;
+        for (auto now = start;; now = Clock::now()) {
+            const std::uint32_t seen = bell.number.load(std::memory_order_relaxed);
+            if (bell.reached(target)) return WaitResult::reached;
+            const bool slept_a_slice = now - checked >= sleep_slice;
+            if (slept_a_slice) checked = now;
+            if (interrupted(slept_a_slice)) return WaitResult::interrupted;
+            if (now >= deadline) return WaitResult::timed_out;
+            const auto pause = std::clamp<nanoseconds>((now - start) / 8, least_pause, most_pause);
+            bell.sleep(seen, std::min<nanoseconds>(pause, deadline - now));
         }
     }
 
