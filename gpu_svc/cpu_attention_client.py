@@ -104,8 +104,12 @@ async def attach_pool(
     except PlaneError as error:
         raise CpuAttentionUnavailableError(f"the region of {address} cannot be attached: {error}") from error
     # Pinning takes a while, and health is asked for meanwhile.
-    on_device = await asyncio.to_thread(_device_side, plane, decoder.device)
-    return HostPool(plane, region.num_threads, on_device)
+    return await asyncio.to_thread(host_pool, plane, region.num_threads, decoder.device)
+
+
+def host_pool(plane: TensorPlane, num_threads: int, device: torch.device) -> HostPool:
+    """Of an attached region, with what the device itself does with it; pins the region where that is a GPU's."""
+    return HostPool(plane, num_threads, _device_side(plane, device))
 
 
 def _device_side(plane: TensorPlane, device: torch.device) -> DeviceSide | None:

@@ -12,9 +12,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from gpu_check.setting import Setting
-from gpu_svc.cpu_attention_client import region_shape
+from gpu_svc.cpu_attention_client import host_pool, region_shape
 from gpu_svc.executor import Executor
-from gpu_svc.host_tier import HostPool, HostTier
+from gpu_svc.host_tier import HostTier
 from gpu_svc.limits import Limits
 from svc_common.cores import usable_cores
 from svc_common.decoder.dtypes import dtype_name
@@ -68,7 +68,7 @@ class Worker:
             raise WorkerError(f"the CPU attention worker: {answer['error']}")
         self.instruction_set = answer["instruction_set"]
         plane = TensorPlane.attach(answer["path"], answer["endpoint"], epoch, shape)
-        return HostTier([HostPool(plane, self.num_threads)])
+        return HostTier([host_pool(plane, self.num_threads, decoder.device)])
 
     def end(self) -> None:
         assert self._process.stdin is not None
