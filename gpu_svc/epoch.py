@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from gpu_svc.attention import make_backend
-from gpu_svc.batch import Batch, BatchBuilder
+from gpu_svc.batch import Batch
+from gpu_svc.batch_builder import BatchBuilder
 from gpu_svc.cohort import CohortSteps
 from gpu_svc.cpu_program import CpuProgram
 from gpu_svc.grammars import Grammars

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gpu_svc.attention import AttentionBackend, DecodeAttention
-from gpu_svc.batch import BatchBuilder
+from gpu_svc.batch_builder import BatchBuilder
 from gpu_svc.cpu_layer_profiler import CpuLayerProfiler
 from gpu_svc.cpu_trip import CpuTrip, cpu_trip, noise
 from gpu_svc.host_tier import HostPool, HostTier
