@@ -72,7 +72,8 @@ class IterationCapture:
         self._longest = longest
         host_blocks = host.num_blocks if host else 0
         self.static = StaticBatches(cache.shape, decoder.device, cache.scratch_block, host_blocks, most_rows, longest)
-        self.logits = torch.empty((min(most_rows, most_outputs), decoder.spec.vocab_size), device=decoder.device)
+        shape = min(most_rows, most_outputs), decoder.spec.vocab_size
+        self.logits = torch.empty(shape, dtype=torch.float32, device=decoder.device)
         """[rows that may yield a token, vocab_size]: those of the iteration that has run last, in the plan's order."""
 
     @property

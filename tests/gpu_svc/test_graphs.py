@@ -13,6 +13,7 @@ from support.repeat_capture import GRAPH_BYTES, RepeatCapture, graph_options
 
 from gpu_svc.attention.triton_backend import TritonAttention
 from gpu_svc.graph_keys import GraphKey
+from gpu_svc.graph_options import why_eager
 from gpu_svc.graphs import Graphs
 from gpu_svc.kv_cache import KvShape
 from gpu_svc.limits import Limits
@@ -22,6 +23,7 @@ from svc_common.decoder.torch_decoder import TorchDecoder
 from svc_common.model.spec import ModelSpec
 from svc_common.model.store import ModelFiles
 from svc_common.plan import SubBatch, Tier
+from svc_common.policy import ExecutionPolicy
 from svc_common.trace import TraceKind
 
 MakeDriver = Callable[..., Driver]
@@ -299,3 +301,10 @@ def test_attention_that_needs_lengths_on_the_host_is_not_captured(
     assert moe.executor._epoch is not None
     assert moe.executor._epoch._graphs is None
     assert "the host chooses experts" in caplog.text
+
+
+def test_what_is_not_all_on_the_device_is_eager(checkpoint: GetFiles) -> None:
+    decoder = load_decoder(checkpoint("llama"))  # 3 layers
+    assert why_eager(decoder, ExecutionPolicy(3)) is None
+    assert why_eager(decoder, ExecutionPolicy(2)) == "weights are streamed"
+    assert why_eager(decoder, ExecutionPolicy(2, 1, 1)) == "the CPU computes layers"
