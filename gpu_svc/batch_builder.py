@@ -169,32 +169,27 @@ class BatchBuilder:
         gpu_context: NDArray[np.int64],
     ) -> "_OnDevice":
         """Everything in one copy, but what a backend brings itself."""
-        num_kv = int(on_gpu.sum())
+        on_cpu, num_kv = self._device.type == "cpu", int(on_gpu.sum())
         # Rows of the GPU's tokens; a slice where they are the first ones, which costs no copy.
         first_ones = bool(on_gpu[:num_kv].all())
         kv_blocks, kv_offsets = blocks[on_gpu], offsets[on_gpu]
-        arrays = [token_ids.astype(np.int64), positions, kv_blocks, kv_offsets, output_rows]
-        arrays.append(np.zeros(0, np.int64) if first_ones else np.flatnonzero(on_gpu))
-        tables = self._tables(gpu_slots, gpu_context)
+        tables = self._tables(gpu_slots, gpu_context) if len(gpu_slots) else None
         attend = self._backend.decode_on_device
-        lengths = [gpu_context.astype(np.int32), tables] if attend and len(gpu_slots) else []
-        ids, places, at_blocks, at_offsets, outputs, chosen, *lengths_there = to_device(
-            [*arrays, *lengths], self._device
-        )
+        arrays = [token_ids.astype(np.int64), positions, output_rows]
+        arrays += [] if first_ones else [np.flatnonzero(on_gpu)]
+        arrays += [] if on_cpu else [kv_blocks, kv_offsets]
+        lengths = [gpu_context.astype(np.int32), tables] if attend and tables is not None else []
+        there = iter(to_device([*arrays, *lengths], self._device))
+        ids, places, outputs = next(there), next(there), next(there)
+        kv_tokens = slice(0, num_kv) if first_ones else next(there)
+        index = None if on_cpu else (next(there), next(there))
         decode: DecodeAttention | None = None
-        if attend and lengths_there:
-            decode = attend(lengths_there[0], lengths_there[1], int(gpu_context.max()))
-        elif len(gpu_slots):
+        if attend and lengths:
+            decode = attend(next(there), next(there), int(gpu_context.max()))
+        elif tables is not None:
             decode = self._backend.decode(gpu_context, tables)
-        index = None if self._device.type == "cpu" else (at_blocks, at_offsets)
-        return _OnDevice(
-            token_ids=ids,
-            positions=places,
-            kv_tokens=slice(0, num_kv) if first_ones else chosen,
-            kv_places=KvPlaces(kv_blocks.astype(np.int32), kv_offsets.astype(np.int32), index),
-            output_rows=outputs,
-            decode=decode,
-        )
+        kv_places = KvPlaces(kv_blocks.astype(np.int32), kv_offsets.astype(np.int32), index)
+        return _OnDevice(ids, places, kv_tokens, kv_places, outputs, decode)
 
     def _passes(
         self,

@@ -105,7 +105,9 @@ class IterationCapture:
             # The CPU knows of nothing yet, so that what cannot be captured harms nothing.
             replay = self._capture.capture(run)
         except Exception as error:
-            raise NotCapturedError(f"{type(error).__name__}: {error}") from error
+            # The end of a capture that was broken off complains of that; what broke it was raised before.
+            first = error.__context__ or error
+            raise NotCapturedError(f"{type(first).__name__}: {first}") from error
         logits.zero_()
         if key.has_cpu_work:
             replay = self._capture_beside_cpu(key, run)
