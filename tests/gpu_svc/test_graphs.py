@@ -8,6 +8,8 @@ import pytest
 import torch
 from support.gpu import CPU, Driver, load_decoder, load_torch_decoder, open_model
 from support.lengths_on_device import make_backend
+from support.paged_attention import HEAD_DIM, fill, plain
+from support.paged_attention import spec as plain_spec
 from support.reference import Reference, Verdict
 from support.repeat_capture import GRAPH_BYTES, RepeatCapture, graph_options
 
@@ -301,6 +303,24 @@ def test_attention_that_needs_lengths_on_the_host_is_not_captured(
     assert moe.executor._epoch is not None
     assert moe.executor._epoch._graphs is None
     assert "the host chooses experts" in caplog.text
+
+
+@pytest.mark.parametrize("longest", [600, 5000])
+def test_attention_is_launched_alike_whatever_the_lengths(longest: int) -> None:
+    """Into as many parts as the longest context allowed, of which a short one's are empty."""
+    torch.manual_seed(0)
+    lengths = [600, 1, 300]
+    blocks, tables, sequences = fill(lengths, 1, 16, "fp32")
+    q, context = torch.randn(3, 2, HEAD_DIM), torch.zeros(3, dtype=torch.int32)
+    attention = TritonAttention(plain_spec(2, 1, 64, 0.0), 16, torch.float32, CPU)
+    work = attention.decode_on_device(context, torch.from_numpy(tables), longest)
+    context.copy_(torch.tensor(lengths))  # What it reads is what is there by then.
+    for layer, window in enumerate((64, None)):
+        out = torch.full(q.shape, float("nan"))
+        work.run(layer, q, blocks, out)
+        for i, (k, v) in enumerate(sequences):
+            expected = plain(q[i : i + 1], k, v, torch.tensor([lengths[i] - 1]), window, 0.0)
+            torch.testing.assert_close(out[i : i + 1].double(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_what_is_not_all_on_the_device_is_eager(checkpoint: GetFiles) -> None:
