@@ -12,6 +12,7 @@ from llguidance import LLTokenizer
 
 from gpu_svc.executor import Executor
 from gpu_svc.grammars import Grammars
+from gpu_svc.graph_options import graph_bytes, graph_options
 from gpu_svc.kv_cache import KvShape
 from gpu_svc.link import Link
 from gpu_svc.loading import load_for_device
@@ -149,6 +150,7 @@ def make_executor(config: Config) -> Executor:
         make_grammars(files, spec),
         link=link,
         host_kv_bytes=sum(service.kv_bytes for service in config.cpu_attn),
+        graphs=graph_options(graph_bytes(config.gpu.graph_bytes, device, memory_bytes), device),
     )
     logger.info(
         "%s (%s) on %s with %d threads: %s, KV %s, on the host %s; weights %d bytes; GPU KV %d blocks of %d bytes "

@@ -5,16 +5,19 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 
 import numpy as np
-import torch
 
 from gpu_svc.attention import make_backend
-from gpu_svc.batch import Batch, BatchBuilder
+from gpu_svc.batch import Batch
+from gpu_svc.batch_builder import BatchBuilder
 from gpu_svc.cohort import CohortSteps
-from gpu_svc.cpu_program import CpuProgram
+from gpu_svc.forward import CohortPart, Done, Forward
 from gpu_svc.grammars import Grammars
+from gpu_svc.graph_options import GraphOptions
+from gpu_svc.graphs import Graphs
 from gpu_svc.host_tier import HostTier
 from gpu_svc.kv_cache import GpuKvCache
 from gpu_svc.kv_layout import KvBlocks
@@ -22,15 +25,7 @@ from gpu_svc.kv_swap import copy_blocks
 from gpu_svc.limits import InvalidPlanError, Limits
 from gpu_svc.link import Link
 from gpu_svc.lower_pool import LowerTables
-from gpu_svc.pipeline import (
-    Stage,
-    beside_cohort,
-    layers_in_order,
-    outputs,
-    run_above_cpu_layers,
-    run_beside_cohort,
-    run_layers,
-)
+from gpu_svc.pipeline import Stage
 from gpu_svc.profiler import Profiler
 from gpu_svc.prompt_logprobs import prompt_logprobs
 from gpu_svc.recorder import NullRecorder
@@ -52,21 +47,6 @@ from svc_common.tensor_plane import PeerLostError, Report
 from svc_common.trace import COHORT, TraceKind
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class CohortPart:
-    """What one iteration does of a cohort's step."""
-
-    step: CohortStep
-    batch: Batch
-    """The same through the whole step."""
-    hidden: torch.Tensor | None
-    """[n, hidden_size] after the layer before `step`; None before the first."""
-
-    @property
-    def layers(self) -> range:
-        return range(self.step.start_layer, self.step.start_layer + self.step.num_layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +78,12 @@ class Epoch:
         link: Link,
         policy: ExecutionPolicy,
         grammars: Grammars | None = None,
+        graphs: GraphOptions | None = None,
     ) -> None:
-        """`cache` and `host` are made for the policy's CPU layers. Without `grammars` no sequence may have one."""
+        """`cache` and `host` are made for the policy's CPU layers. Without `grammars` no sequence may have one.
+
+        Without `graphs` all iterations are eager; with them `cache` has a scratch block.
+        """
         self.number = number
         self.policy = policy
         self.last_iteration = 0
@@ -117,12 +101,29 @@ class Epoch:
         self._lower_tables = LowerTables(cache.num_blocks)
         self._builder = BatchBuilder(self.table, self._backend, shape, decoder.device, policy, self._lower_tables)
         self._cohort_steps = CohortSteps(self.table, decoder.spec.num_layers)
-        self._resting: tuple[Batch, torch.Tensor] | None = None
-        """A cohort between two parts of its step, with its hidden states."""
+        self._forward = Forward(decoder, cache, host, policy, self.table, self._cohort_steps)
+        self._graphs = Graphs(graphs, decoder, cache, host, self._backend, limits) if graphs else None
+
+    def capture(self) -> None:
+        """Iterations, where they are to be; before the first plan only, as it writes into blocks.
+
+        Raises PlaneError when the host tier is lost, and what has left it without an end.
+        """
+        if self._graphs is not None:
+            self._graphs.capture_all()
 
     def profiler(self) -> Profiler:
         """Measures on this epoch's caches; before the first plan only, as it writes into blocks."""
-        return Profiler(self._limits, self._decoder, self.cache, self.host, self._backend, self._link, self.policy)
+        return Profiler(
+            self._limits,
+            self._decoder,
+            self.cache,
+            self.host,
+            self._backend,
+            self._link,
+            self.policy,
+            self._graphs,
+        )
 
     def run(self, plan: IterationPlan, recorder: NullRecorder, begun: Callable[[], None] = nobody) -> IterationResult:
         """Raises InvalidPlanError before anything is computed, PlaneError when the host tier is lost.
@@ -143,28 +144,21 @@ class Epoch:
         recorder.mark(TraceKind.BOOKKEEPING)
         swap_ns = self._swap(moves)
         recorder.mark(TraceKind.SWAP)
-        first_rows = accumulate((sub_batch.num_tokens for sub_batch in plan.sub_batches), initial=0)
-        batches = [
-            self._builder.build(sub_batch, index, first_row)
-            for (index, sub_batch), first_row in zip(enumerate(plan.sub_batches), first_rows, strict=False)
-            if sub_batch.num_tokens
-        ]
-        part = self._part(plan.cohort) if plan.cohort else None
+        run_layers = self._prepare(plan, recorder)
         waited_before_ns = self.host.wait_ns if self.host else 0
         weights_before = self._decoder.traffic
         begun()
-        stages, reports = self._run_layers(batches, part, recorder)
+        done = run_layers()
         cpu_wait_ns = self.host.wait_ns - waited_before_ns if self.host else 0
         for sub_batch in plan.sub_batches:
             self.table.advance(sub_batch)
         start_ns = time.perf_counter_ns()
-        prompt_parts = self._prompt_logprobs(plan, stages)
+        prompt_parts = self._prompt_logprobs(plan, done.stages)
         prompt_logprobs_ns = time.perf_counter_ns() - start_ns if prompt_parts else 0
-        sampled = self._sample(stages)
+        sampled = self._sample(done)
         weights = self._decoder.traffic  # By now a device knows how long it waited for them.
         recorder.mark(TraceKind.HEAD)
         self.last_iteration = plan.iteration
-        done = [stage.batch for stage in stages]
         moved_blocks = [len(blocks) * self._moved_block_bytes for blocks in (moves.to_host, moves.to_gpu)]
         return IterationResult(
             epoch=plan.epoch,
@@ -176,19 +170,33 @@ class Epoch:
             not_finite=self._note_not_finite(prompt_parts, sampled.not_finite),
             timings=Timings(
                 cpu_wait_ns=cpu_wait_ns,
-                cpu_attention_ns=sum([report.compute_ns for report in reports.values()]),
+                cpu_attention_ns=sum([report.compute_ns for report in done.reports.values()]),
                 swap_ns=swap_ns,
                 head_ns=sampled.head_ns,
                 prompt_logprobs_ns=prompt_logprobs_ns,
                 weight_wait_ns=weights.wait_ns - weights_before.wait_ns,
                 weight_bytes=weights.num_bytes - weights_before.num_bytes,
             ),
-            swapped_out_bytes=moved_blocks[0] + sum(map(self._prompt_bytes, done)),
+            swapped_out_bytes=moved_blocks[0] + sum(map(self._prompt_bytes, done.batches)),
             swapped_in_bytes=moved_blocks[1],
-            gpu_attended_tokens=sum(batch.gpu_attended_tokens for batch in done),
-            cpu_attended_tokens=sum(batch.cpu_attended_tokens for batch in done),
-            pool_work=self._pool_work(done, reports),
+            gpu_attended_tokens=sum(batch.gpu_attended_tokens for batch in done.batches),
+            cpu_attended_tokens=sum(batch.cpu_attended_tokens for batch in done.batches),
+            pool_work=self._pool_work(done.batches, done.reports),
         )
+
+    def _prepare(self, plan: IterationPlan, recorder: NullRecorder) -> Callable[[], Done]:
+        """What a checked plan computes, on the device but for its layers, which the result runs."""
+        ready = self._graphs.ready(plan.sub_batches, self._builder) if self._graphs and not plan.cohort else None
+        if ready is not None:
+            return partial(self._forward.replay, ready, recorder)
+        first_rows = accumulate((sub_batch.num_tokens for sub_batch in plan.sub_batches), initial=0)
+        batches = [
+            self._builder.build(sub_batch, index, first_row)
+            for (index, sub_batch), first_row in zip(enumerate(plan.sub_batches), first_rows, strict=False)
+            if sub_batch.num_tokens
+        ]
+        part = self._part(plan.cohort) if plan.cohort else None
+        return partial(self._forward.run, batches, part, recorder)
 
     def _pool_work(self, done: list[Batch], reports: dict[int, Report]) -> tuple[PoolWork, ...]:
         num_pools = len(self.host.pools) if self.host else 0
@@ -234,53 +242,9 @@ class Epoch:
         return (batch.host_chunk_tokens * upper + num_prompt_tokens * lower) * layer_bytes
 
     def _part(self, step: CohortStep) -> CohortPart:
-        if self._resting is not None:
-            return CohortPart(step, *self._resting)
+        if self._forward.resting is not None:
+            return CohortPart(step, *self._forward.resting)
         return CohortPart(step, self._builder.build(SubBatch(cpu_decodes=step.sequence_ids), COHORT), None)
-
-    def _run_layers(
-        self, batches: list[Batch], part: CohortPart | None, recorder: NullRecorder
-    ) -> tuple[list[Stage], dict[int, Report]]:
-        """What is after the last layer now: sub-batches, then a cohort whose step has ended.
-
-        And the report of each host pool that had work.
-        """
-        at_work = [*batches, part.batch] if part else batches
-        num_layers, cpu_layers = self._decoder.spec.num_layers, self.policy.decode_cpu_layers
-        program = CpuProgram.of(at_work, self.policy, num_layers)
-        if self.host is not None:
-            layers = part.layers if part else None
-            passing = [work for _, work in program.passing]
-            used = self.table.pool_blocks_used
-            self.host.begin(program.cpu_work, used, recorder.is_on, layers, passing, program.in_turn)
-        recorder.describe(at_work, program)
-        stages = [recorder.stage(batch, self._decoder, self.cache, self.host) for batch in batches]
-        first, second = [*stages, None, None][:2]
-        if part:
-            cohort = recorder.stage(part.batch, self._decoder, self.cache, self.host, part.hidden)
-            self._decoder.begin(beside_cohort(part.layers, num_layers) if first else part.layers)
-            recorder.mark(TraceKind.BOOKKEEPING)
-            run_beside_cohort(first, cohort, part.layers, num_layers)
-            self._resting = cohort.batch, cohort.hidden
-            if self._cohort_steps.advance(part.step):
-                self._resting = None
-                stages.append(cohort)
-        else:
-            self._decoder.begin(layers_in_order(stages, self.policy, num_layers))
-            recorder.mark(TraceKind.BOOKKEEPING)
-            if self.host is not None and cpu_layers:
-                stage_of = {stage.batch.index: stage for stage in stages}
-                in_order = [stage_of[batch.index] for batch in program.order]
-                run_above_cpu_layers(in_order, self.host.only_pool, self.policy, num_layers, program.in_turn)
-            elif first:
-                run_layers(first, second, num_layers)
-        if self.host is None or not program.has_work:
-            return stages, {}
-        reports = self.host.finish()
-        busiest = max(reports, key=lambda pool: reports[pool].compute_ns)
-        recorder.take_cpu_events(reports[busiest].events, busiest)
-        recorder.mark(TraceKind.REPORT)
-        return stages, reports
 
     def _prompt_logprobs(self, plan: IterationPlan, stages: list[Stage]) -> tuple[tuple[int, PromptLogprobs], ...]:
         return tuple(
@@ -301,15 +265,14 @@ class Epoch:
             logger.error("the model computed NaN or infinity for sequences %s", list(not_finite))
         return not_finite
 
-    def _sample(self, stages: list[Stage]) -> Sampled:
+    def _sample(self, done: Done) -> Sampled:
         """One token for each row of output."""
         start_ns = time.perf_counter_ns()
-        slots = np.concatenate([np.zeros(0, np.int64), *(stage.batch.output_slots for stage in stages)])
+        slots = np.concatenate([np.zeros(0, np.int64), *(batch.output_slots for batch in done.batches)])
         if not len(slots):
             return Sampled()
-        logits = self._decoder.logits(outputs(stages))
         sampling = self.table.sampling
-        drawn = sample(logits, sampling.rows(slots), sampling.changes(slots))
+        drawn = sample(done.logits(self._decoder), sampling.rows(slots), sampling.changes(slots))
         failures = sampling.failures(slots)
         self.table.take_tokens(slots, drawn.tokens)
         ids = self.table.sequence_ids

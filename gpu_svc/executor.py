@@ -11,6 +11,7 @@ import torch
 from gpu_svc.device_memory import DeviceMemory, DoesNotFitError
 from gpu_svc.epoch import Epoch, nobody
 from gpu_svc.grammars import Grammars
+from gpu_svc.graph_options import GraphOptions, why_eager
 from gpu_svc.host_tier import HostTier
 from gpu_svc.kv_cache import GpuKvCache, KvShape
 from gpu_svc.limits import InvalidPlanError, Limits
@@ -64,12 +65,13 @@ class Executor:
         grammars: Grammars | None = None,
         link: Link | None = None,
         host_kv_bytes: int = 0,
+        graphs: GraphOptions | None = None,
     ) -> None:
         """`gpu_kv_bytes` caps the GPU's KV cache, `host_kv_bytes` is what the CPU attention services have for KV.
 
         Without `table_cache` operations are measured each time, without `grammars` no sequence may have one. Layers can
         be streamed where `decoder` is a PlacedDecoder; any other has all of them on the device. Swaps cross `link`, by
-        default one that is as fast as copies go.
+        default one that is as fast as copies go. Without `graphs` no iteration is captured.
         """
         self.decoder = decoder
         self.kv_shape = kv_shape
@@ -87,6 +89,7 @@ class Executor:
         self._gpu_kv_cap_bytes = gpu_kv_bytes
         self._host_kv_bytes = host_kv_bytes
         self._table_cache = table_cache
+        self._graphs = graphs
         self._epoch: Epoch | None = None
         self._last_end_ns = 0
         self._recorder = Recorder(decoder.spec.num_layers)
@@ -144,7 +147,8 @@ class Executor:
         """Starts afresh, with `host` attached where there is one; where the policy has CPU layers there is.
 
         Without a policy as many layers as fit are resident, the others streamed. Raises DoesNotFitError for one that
-        asks for more, LayerFileError and CheckpointError where weights cannot be had.
+        asks for more, LayerFileError and CheckpointError where weights cannot be had; where iterations are captured,
+        PlaneError when the host tier is lost meanwhile.
         """
         self.close_epoch()  # Both caches at once would exceed the cap.
         self._place(policy)
@@ -152,10 +156,20 @@ class Executor:
         cpu_layers = policy.decode_cpu_layers
         assert host is not None or cpu_layers == 0
         shape, num_blocks = self.kv_shape.above(cpu_layers), self.num_gpu_blocks(policy)
-        cache = GpuKvCache(shape, num_blocks, self.decoder.device, cpu_layers)
-        self._epoch = Epoch(number, limits, self.decoder, cache, host, self._link, policy, self.grammars)
+        graphs = self._graphs_for(policy)
+        cache = GpuKvCache(shape, num_blocks, self.decoder.device, cpu_layers, has_scratch=graphs is not None)
+        self._epoch = Epoch(number, limits, self.decoder, cache, host, self._link, policy, self.grammars, graphs)
         self.last_epoch = number
+        self._epoch.capture()
         self._last_end_ns = time.perf_counter_ns()
+
+    def _graphs_for(self, policy: ExecutionPolicy) -> GraphOptions | None:
+        """Where any iteration under this policy can be captured."""
+        why = why_eager(self.decoder, policy)
+        if why is None or self._graphs is None:
+            return self._graphs
+        logger.info("iterations are eager: %s", why)
+        return None
 
     def _place(self, policy: ExecutionPolicy | None) -> None:
         num_layers = self.decoder.spec.num_layers

@@ -97,12 +97,16 @@ class KvPlaces:
 class GpuKvCache:
     """The cache on the device, of all layers or of those from `first_layer` on."""
 
-    def __init__(self, shape: KvShape, num_blocks: int, device: torch.device, first_layer: int = 0) -> None:
+    def __init__(
+        self, shape: KvShape, num_blocks: int, device: torch.device, first_layer: int = 0, has_scratch: bool = False
+    ) -> None:
+        """`has_scratch`: one block more, that no plan knows of, for rows of no sequence."""
         self.shape = shape
         self.num_blocks = num_blocks
         self.first_layer = first_layer
+        self.scratch_block = num_blocks if has_scratch else None
         # Zeroed: some attention multiplies the unused tail of a block by 0, which must not meet a NaN.
-        self.blocks = torch.zeros(shape.blocks(self.num_blocks), dtype=shape.dtype, device=device)
+        self.blocks = torch.zeros(shape.blocks(num_blocks + has_scratch), dtype=shape.dtype, device=device)
         self._append = write_kv_by_index
         if has_triton(device):
             from gpu_svc.triton_ops import append_kv  # Torch for CPUs brings no Triton.

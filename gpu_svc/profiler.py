@@ -13,12 +13,14 @@ from itertools import cycle
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from gpu_svc.attention import AttentionBackend, DecodeAttention
-from gpu_svc.batch import BatchBuilder
+from gpu_svc.batch_builder import BatchBuilder
 from gpu_svc.cpu_layer_profiler import CpuLayerProfiler
 from gpu_svc.cpu_trip import CpuTrip, cpu_trip, noise
+from gpu_svc.graphs import Graphs, Ready
 from gpu_svc.host_tier import HostPool, HostTier
 from gpu_svc.kv_cache import GpuKvCache, KvPlaces
 from gpu_svc.kv_layout import KvBlocks
@@ -27,6 +29,7 @@ from gpu_svc.limits import Int32Array, Limits
 from gpu_svc.link import Link
 from gpu_svc.lower_pool import LowerTables
 from gpu_svc.measured import lesser, points, steps
+from gpu_svc.packed_arrays import to_device
 from gpu_svc.pipeline import Stage, outputs, run_layers
 from gpu_svc.sampling import SamplingRows, sample
 from gpu_svc.sequences import SequenceTable
@@ -63,6 +66,8 @@ class Profiler:
     backend: AttentionBackend
     link: Link
     policy: ExecutionPolicy
+    graphs: Graphs | None = None
+    """With these, decodes are measured as parts of what is replayed."""
 
     @property
     def _watch(self) -> Stopwatch:
@@ -96,6 +101,7 @@ class Profiler:
             "gpu_blocks": self.cache.num_blocks,
             "host_pools": [(pool.num_blocks, pool.num_threads) if pool else None for pool in self._pools],
             "limits": asdict(self.limits),
+            "captured_decodes": self.graphs.most_decodes if self.graphs else 0,
             "cpu_layers": [self.policy.prefill_cpu_layers, self.policy.decode_cpu_layers],
         }
 
@@ -165,7 +171,8 @@ class Profiler:
                 # Each token to a block of its own, as those of decodes, as far as there are blocks.
                 blocks = np.arange(num_tokens) % self.cache.num_blocks
                 places = KvPlaces.on(device, blocks, np.zeros(num_tokens, np.int64))
-            yield num_tokens, self._layer_s(partial(self._run_linear, hidden, workspace, attended, places))
+            run = partial(self._run_linear, hidden, workspace, attended, places)
+            yield num_tokens, self._layer_s(run, num_decodes=num_tokens)
 
     def _run_linear(
         self, hidden: Tensor, workspace: Workspace, attended: Tensor, places: KvPlaces | None, layer: int
@@ -203,9 +210,19 @@ class Profiler:
         for num_sequences, context_tokens, tables in self._decode_grid(self.cache.num_blocks):
             q = self._noise(num_sequences, spec.num_q_heads, spec.head_dim)
             out = torch.empty_like(q)
-            attention = self.backend.decode(np.full(num_sequences, context_tokens, np.int64), tables)
-            seconds = self._layer_s(partial(self._run_decode, attention, q, out), self._upper_layers)
-            yield num_sequences, num_sequences * context_tokens, seconds
+            attention = self._decode_attention(np.full(num_sequences, context_tokens, np.int64), tables)
+            run = partial(self._run_decode, attention, q, out)
+            yield num_sequences, num_sequences * context_tokens, self._layer_s(run, self._upper_layers, num_sequences)
+
+    def _decode_attention(self, context_tokens: NDArray[np.int64], tables: Int32Array) -> DecodeAttention:
+        attend = self.backend.decode_on_device
+        if attend is None or not self._is_replayed(len(tables)):
+            return self.backend.decode(context_tokens, tables)
+        context, there = to_device([context_tokens.astype(np.int32), tables], self.decoder.device)
+        return attend(context, there, self.limits.max_sequence_tokens)
+
+    def _is_replayed(self, num_decodes: int) -> bool:
+        return self.graphs is not None and 0 < num_decodes <= self.graphs.most_decodes
 
     def _run_decode(self, attention: DecodeAttention, q: Tensor, out: Tensor, layer: int) -> None:
         attention.run(layer, q, self.cache.layer(layer), out)
@@ -320,17 +337,22 @@ class Profiler:
         work = SubBatch(gpu_decodes=tuple(range(num)))
         plan = IterationPlan(1, 2, Mode.GPU_ONLY, sub_batches=(work,))
 
-        def prepare() -> Stage:
+        def prepare() -> Stage | Ready:
             table.computed_tokens[:] = context_tokens - 1
             table.apply(plan)
             table.check_work(plan)
-            return Stage(builder.build(work, 0), self.decoder, cache, None)
+            ready = self.graphs.ready(plan.sub_batches, builder) if self.graphs else None
+            return ready or Stage(builder.build(work, 0), self.decoder, cache, None)
 
         def run() -> None:
-            stage = prepare()
-            run_layers(stage, None, self.decoder.spec.num_layers)
-            slots = stage.batch.output_slots
-            drawn = sample(self.decoder.logits(outputs([stage])), table.sampling.rows(slots))
+            prepared = prepare()
+            if isinstance(prepared, Ready):
+                prepared.run()
+                slots, logits = prepared.batches[0].output_slots, prepared.logits
+            else:
+                run_layers(prepared, None, self.decoder.spec.num_layers)
+                slots, logits = prepared.batch.output_slots, self.decoder.logits(outputs([prepared]))
+            drawn = sample(logits, table.sampling.rows(slots))
             table.advance(work)
             table.take_tokens(slots, drawn.tokens)
 
@@ -343,12 +365,19 @@ class Profiler:
     def _noise(self, *shape: int) -> Tensor:
         return noise(self.decoder, *shape)
 
-    def _layer_s(self, run: Callable[[int], object], layers: range | None = None) -> float:
+    def _layer_s(self, run: Callable[[int], object], layers: range | None = None, num_decodes: int = 0) -> float:
         """What `run` takes in one of `layers`, or of all that the executor computes, layer after layer; the mean, where
-        they differ in windows or experts.
+        they differ in windows or experts. Of so many decodes as part of a replay, where they are replayed.
         """
         spec = self.decoder.spec
         layers = layers or self._gpu_layers
+        if self.graphs is not None and self._is_replayed(num_decodes):
+
+            def run_all() -> None:
+                for layer in layers:
+                    run(layer)
+
+            return self._watch.least_s(self.graphs.captured(run_all)) / len(layers)
         kinds: dict[LayerSpec, list[int]] = {}
         for layer in layers:
             kinds.setdefault(spec.layer(layer), []).append(layer)

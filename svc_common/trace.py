@@ -26,6 +26,7 @@ class TraceKind(IntEnum):
     WEIGHT_COPY = 14
     CPU_LAYER = 15
     RUN_PROMPTS = 16
+    REPLAY = 17
 
     @property
     def is_bubble(self) -> bool:

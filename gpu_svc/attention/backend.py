@@ -39,6 +39,14 @@ class DecodeAttention(Protocol):
     def run(self, layer: int, q: Tensor, layer_blocks: Tensor, out: Tensor) -> None: ...
 
 
+class DecodeOnDevice(Protocol):
+    """`AttentionBackend.decode` over lengths and tables that lie on the device, and may be others at each run."""
+
+    def __call__(self, context_tokens: Tensor, block_tables: Tensor, longest: int) -> DecodeAttention:
+        """context_tokens [n], `longest` at most, and block_tables [n, stride], both int32."""
+        ...
+
+
 class PrefillAttention(Protocol):
     """One chunk of one prompt, causal."""
 
@@ -60,6 +68,11 @@ class AttentionBackend(Protocol):
     @property
     def reads_tails(self) -> bool:
         """Whether it multiplies by 0 what lies in a block behind its sequence, which therefore must be finite."""
+        ...
+
+    @property
+    def decode_on_device(self) -> "DecodeOnDevice | None":
+        """None where what there is to do depends on lengths, so that the host has to know them."""
         ...
 
     def decode(self, context_tokens: NDArray[np.int64], block_tables: NDArray[np.int32]) -> DecodeAttention:

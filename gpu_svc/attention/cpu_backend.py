@@ -21,6 +21,7 @@ class CpuAttention:
     """The backend of device cpu."""
 
     reads_tails = False
+    decode_on_device = None
 
     def __init__(self, spec: ModelSpec, shape: KvShape, dtype: torch.dtype) -> None:
         """`dtype` is the compute type."""

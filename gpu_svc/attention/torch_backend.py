@@ -45,6 +45,7 @@ class TorchAttention:
     """The reference backend."""
 
     reads_tails = True
+    decode_on_device = None
 
     def __init__(self, spec: ModelSpec, block_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
         """`dtype` is the compute type; the cache's own may differ."""

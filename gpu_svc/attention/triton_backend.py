@@ -15,6 +15,7 @@ from gpu_svc.attention.backend import PrefillAttention
 from gpu_svc.attention.launches import AttentionLaunch, Gpu
 from gpu_svc.attention.torch_backend import TorchAttention
 from gpu_svc.kv_layout import KvBlocks, pairs_keys
+from gpu_svc.packed_arrays import to_device
 from gpu_svc.triton_kernels.attention import combine_kernel, decode_kernel, prefill_kernel
 from svc_common.model.spec import ModelSpec
 
@@ -114,7 +115,11 @@ class TritonAttention:
         )
 
     def decode(self, context_tokens: NDArray[np.int64], block_tables: NDArray[np.int32]) -> "_TritonDecode":
-        return _TritonDecode(self._constants, context_tokens, block_tables, self._device)
+        context, tables = to_device([context_tokens.astype(np.int32), block_tables], self._device)
+        return self.decode_on_device(context, tables, int(context_tokens.max()))
+
+    def decode_on_device(self, context_tokens: Tensor, block_tables: Tensor, longest: int) -> "_TritonDecode":
+        return _TritonDecode(self._constants, context_tokens, block_tables, longest)
 
     def prefill(self, start: int, num_tokens: int, blocks: NDArray[np.int32]) -> PrefillAttention:
         if self._constants.gpu.prefers_torch_prefill(self._constants.dtype):
@@ -123,36 +128,29 @@ class TritonAttention:
 
 
 class _TritonDecode:
-    """Contexts are cut into parts until the device has programs enough."""
+    """Contexts are cut into parts until the device has programs enough; how many depends on no single length."""
 
-    def __init__(
-        self,
-        constants: _Constants,
-        context_tokens: NDArray[np.int64],
-        block_tables: NDArray[np.int32],
-        device: torch.device,
-    ) -> None:
+    def __init__(self, constants: _Constants, context_tokens: Tensor, block_tables: Tensor, longest: int) -> None:
         self._constants = constants
-        self._context = torch.from_numpy(context_tokens.astype(np.int32)).to(device)
-        self._tables = torch.from_numpy(np.ascontiguousarray(block_tables)).to(device)
-        self._longest = int(context_tokens.max())
+        self._context = context_tokens
+        self._tables = block_tables
         num_heads = constants.group * constants.num_kv_heads
-        parts = (len(context_tokens), num_heads, max(self._num_splits(window) for window in set(constants.windows)))
+        self._num_splits = {window: self._splits(window, longest) for window in set(constants.windows)}
+        parts = (len(context_tokens), num_heads, max(self._num_splits.values()))
+        device = context_tokens.device
         self._summed = torch.empty((*parts, constants.head_dim), dtype=torch.float32, device=device)
         self._logs = torch.empty(parts, dtype=torch.float32, device=device)
 
-    def _num_splits(self, window: int) -> int:
+    def _splits(self, window: int, longest: int) -> int:
         constants = self._constants
-        longest = min(self._longest, window) if window else self._longest
+        most_seen = min(longest, window) if window else longest
         num_programs = len(self._context) * constants.num_kv_heads
         wanted = -(-constants.num_processors * _PROGRAMS_PER_PROCESSOR // num_programs)
-        return max(1, min(wanted, -(-longest // _MIN_SPLIT_TOKENS)))
+        return max(1, min(wanted, -(-most_seen // _MIN_SPLIT_TOKENS)))
 
     def run(self, layer: int, q: Tensor, layer_blocks: Tensor, out: Tensor) -> None:
         constants = self._constants
-        window = constants.windows[layer]
-        num_splits = self._num_splits(window)
-        longest = min(self._longest, window) if window else self._longest
+        num_splits = self._num_splits[constants.windows[layer]]
         num_sequences = len(self._context)
         decode_kernel[num_sequences, constants.num_kv_heads, num_splits](
             q,
@@ -161,7 +159,7 @@ class _TritonDecode:
             self._context,
             self._summed,
             self._logs,
-            split_tokens=-(-longest // num_splits),
+            min_split_tokens=_MIN_SPLIT_TOKENS,
             q_token_stride=q.stride(0),
             table_stride=self._tables.stride(0),
             **constants.of_call(

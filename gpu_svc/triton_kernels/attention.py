@@ -172,7 +172,7 @@ def prefill_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["split_tokens", "table_stride"],
+    do_not_specialize=["min_split_tokens", "table_stride"],
     do_not_specialize_on_alignment=["tables", "context_tokens"],
 )
 def decode_kernel(
@@ -185,7 +185,7 @@ def decode_kernel(
     window,
     scale,
     softcap,
-    split_tokens,
+    min_split_tokens,
     q_token_stride,
     table_stride,
     block_stride,
@@ -202,13 +202,18 @@ def decode_kernel(
     HAS_SOFTCAP: tl.constexpr,
     DOT_TYPE: tl.constexpr,
 ):
-    """Programs: (sequences, KV heads, parts of the context of `split_tokens` each, counted from the first one seen)."""
+    """Programs: (sequences, KV heads, equal parts of each sequence's context, counted from the first token seen).
+
+    A part has `min_split_tokens` or more: of a short context the last ones are empty.
+    """
     sequence, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     num_splits = tl.num_programs(2)
     context = tl.load(context_tokens + sequence)
-    start = split * split_tokens
+    first_seen = 0
     if HAS_WINDOW:
-        start += tl.maximum(context - window, 0)
+        first_seen = tl.maximum(context - window, 0)
+    split_tokens = tl.maximum(tl.cdiv(context - first_seen, num_splits), min_split_tokens)
+    start = first_seen + split * split_tokens
     rows, dims = tl.arange(0, ROWS), tl.arange(0, DIM_PAD)
     heads = kv_head * GROUP + rows
     here = (rows < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]

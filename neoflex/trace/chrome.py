@@ -21,6 +21,7 @@ NAMES = {
     TraceKind.CPU_ATTEND: "attend",
     TraceKind.CPU_LAYER: "layer",
     TraceKind.RUN_PROMPTS: "prompts' layers",
+    TraceKind.REPLAY: "replay of a graph",
     TraceKind.WEIGHT_WAIT: "wait for weights",
     TraceKind.WEIGHT_COPY: "weights",
 }

@@ -28,6 +28,9 @@ class GpuConfig(Section):
     memory_bytes: Size | None = None
     """Cap of weights, buffers for weights and KV on the device together; default: what the device has. Layers that do
     not fit beside `kv_bytes` stay in host memory and are streamed to the device in each iteration."""
+    graph_bytes: Size | None = None
+    """On device "cuda": most that captured iterations of decodes take of its memory (CUDA graphs), which are launched
+    at once, not kernel by kernel; default: a 32nd of the memory. 0: none. Device "cpu" has none."""
     link_bytes_per_s: Size = ByteSize(0)
     """On device "cpu": bandwidth of the emulated link, each way, that streamed weights and swapped KV cross; 0: as fast
     as copies go."""

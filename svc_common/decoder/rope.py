@@ -16,6 +16,7 @@ class Rotary:
     def __init__(self, rope: RopeSpec, device: torch.device) -> None:
         self._rope = rope
         self._inverse_wavelengths = _inverse_wavelengths(rope).to(device)  # [rotary_dim / 2], fp32
+        self._exponents = _exponents(rope.rotary_dim).to(device)
 
     def cos_sin(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """For positions [n], int64: cosines and sines [n, 1, rotary_dim / 2] in `dtype`."""
@@ -37,7 +38,7 @@ class Rotary:
         lengths = (points + 1).clamp(min=rope.original_context_tokens)
         growth = rope.factor * lengths / rope.original_context_tokens - (rope.factor - 1)
         theta = rope.theta * growth ** (rope.rotary_dim / (rope.rotary_dim - 2))
-        return 1.0 / theta ** _exponents(rope.rotary_dim).to(points.device)
+        return 1.0 / theta**self._exponents
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from gpu_svc.attention import CpuAttention as CpuBackend
 from gpu_svc.attention import TorchAttention, make_backend
 from gpu_svc.cpu_attention_client import attach_pool, region_shape
 from gpu_svc.executor import Executor
+from gpu_svc.graph_options import GraphOptions
 from gpu_svc.host_tier import HostPool, HostTier
 from gpu_svc.kv_cache import KvShape
 from gpu_svc.limits import Limits
@@ -53,11 +54,13 @@ def make_driver() -> Iterator[MakeDriver]:
         kv_dtype: torch.dtype | None = None,
         host_kv_dtype: torch.dtype | None = None,
         policy: ExecutionPolicy | None = None,
+        graphs: GraphOptions | None = None,
     ) -> Driver:
         shape = KvShape.of(decoder.spec, block_tokens, kv_dtype or decoder.dtype, host_kv_dtype)
         services = (cpu_attention,) if isinstance(cpu_attention, CpuAttention) else cpu_attention
         host_kv_bytes = sum(service.kv_bytes for service in services)
-        executor = Executor(decoder, shape, num_gpu_blocks * shape.block_bytes, host_kv_bytes=host_kv_bytes)
+        gpu_kv_bytes = num_gpu_blocks * shape.block_bytes
+        executor = Executor(decoder, shape, gpu_kv_bytes, host_kv_bytes=host_kv_bytes, graphs=graphs)
         region = region_shape(decoder, shape, limits, policy, executor.num_gpu_blocks(policy))
         host = HostTier([service.attach(decoder, region) for service in services]) if services else None
         driver = Driver(executor, host, limits, policy)
