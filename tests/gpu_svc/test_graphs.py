@@ -12,6 +12,7 @@ from support.paged_attention import HEAD_DIM, fill, plain
 from support.paged_attention import spec as plain_spec
 from support.reference import Reference, Verdict
 from support.repeat_capture import GRAPH_BYTES, RepeatCapture, graph_options
+from support.streams import ImmediateOperations, Sides
 
 from gpu_svc.attention.triton_backend import TritonAttention
 from gpu_svc.graph_keys import GraphKey
@@ -140,12 +141,54 @@ def test_without_padding_nothing_differs(checkpoint: GetFiles, make_driver: Make
     assert torch.equal(*caches)
 
 
+class BakedWords(RepeatCapture):
+    """As a GPU captures: words keep the values of the capture, and nothing is rung while it lasts."""
+
+    def __init__(self, sides: Sides) -> None:
+        super().__init__()
+        self._sides = sides
+
+    def capture(self, run: Callable[[], None]) -> Any:
+        operations: Any = self._sides.operations[-1]
+        baked: list[tuple[int, int]] = []
+        operations.send = lambda slot, copies, word, value: baked.append((slot, value))
+        operations.fetch = lambda slot, word, value, target, source: baked.append((slot, value))
+        run()
+        del operations.send, operations.fetch
+
+        def replay() -> None:
+            left = iter(baked)
+
+            def send(slot: int, copies: Any, word: int, value: int) -> None:
+                ImmediateOperations.send(operations, slot, copies, word, next(left)[1])
+
+            def fetch(slot: int, word: int, value: int, target: torch.Tensor, source: torch.Tensor) -> None:
+                ImmediateOperations.fetch(operations, slot, word, next(left)[1], target, source)
+
+            operations.send, operations.fetch = send, fetch
+            try:
+                run()
+            finally:
+                del operations.send, operations.fetch
+
+        return super().capture(replay)
+
+
 @pytest.mark.usefixtures("lengths_on_device")
+@pytest.mark.parametrize("stream_doorbells", [False, True])
 def test_two_sub_batches_beside_the_cpu(
-    checkpoint: GetFiles, reference: GetReference, make_driver: MakeDriver, cpu_attention: Any
+    checkpoint: GetFiles,
+    reference: GetReference,
+    make_driver: MakeDriver,
+    cpu_attention: Any,
+    stream_doorbells: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Asymmetric, same-layer and GPU-only iterations by turns; the real worker attends, told of real rows alone."""
-    capture = RepeatCapture()
+    sides = Sides()
+    if stream_doorbells:
+        monkeypatch.setattr("gpu_svc.cpu_attention_client._device_side", sides.make)
+    capture = BakedWords(sides) if stream_doorbells else RepeatCapture()
     decoder = load_torch_decoder(checkpoint("llama"))
     driver = make_driver(decoder, 40, cpu_attention, limits=LIMITS, graphs=graph_options(capture))
     assert GraphKey(4, (4, 4)) in graphs_of(driver).keys
