@@ -29,8 +29,9 @@ from svc_common.decoder.layer_file import LayerFileError
 from svc_common.grpc_server import GrpcServer, ListenError, StopSignal
 from svc_common.logs import configure_logging
 from svc_common.memory import check_fits_memory, usable_memory_bytes
+from svc_common.model.shapes import find_model
 from svc_common.model.spec import ModelSpec, UnsupportedModelError
-from svc_common.model.store import ModelFiles, ModelNotFoundError, default_cache_dir, resolve
+from svc_common.model.store import ModelFiles, ModelNotFoundError, default_cache_dir
 from svc_common.model.tokenizer import tokenizer_json
 from svc_common.security.door import Door, gpu_door
 from svc_common.security.tls import TlsFiles
@@ -70,15 +71,15 @@ def main() -> None:
         telemetry = Telemetry(SERVICE, config.telemetry)
     except ConfigError as error:
         logger.error("%s", error)
-        sys.exit(1)
+        sys.exit(2)
     try:
         asyncio.run(_serve(config, telemetry, door, tls))
     except _CANNOT_START as error:
         logger.error("%s", error)
-        sys.exit(1)
+        sys.exit(2)
     except ListenError as error:
         logger.error("gpu.listen: %s", error)
-        sys.exit(1)
+        sys.exit(2)
     finally:
         telemetry.close()
 
@@ -132,7 +133,9 @@ def _link(config: Config, device: torch.device) -> Link:
 
 def make_executor(config: Config) -> Executor:
     device = _device(config)
-    files = resolve(config.model.source)
+    files = find_model(config.model.source, config.model.load_format)
+    if files.is_dummy:
+        logger.warning('model.load_format is "dummy": weights are made up, answers mean nothing')
     spec, checkpoint = open_model(files)
     dtype = choose_compute_dtype(config.gpu.dtype, spec, device)
     kv_dtype = DTYPES[default_kv_dtype(dtype) if config.kv.dtype == "auto" else config.kv.dtype]

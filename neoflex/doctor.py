@@ -19,8 +19,9 @@ from svc_common.cores import usable_cores
 from svc_common.cpu_kernels import choose_instruction_set
 from svc_common.memory import machine_bytes, size_text, usable_memory_bytes
 from svc_common.model.read_spec import read_spec
+from svc_common.model.shapes import find_model
 from svc_common.model.spec import UnsupportedModelError
-from svc_common.model.store import ModelNotFoundError, default_cache_dir, resolve
+from svc_common.model.store import ModelNotFoundError, default_cache_dir
 from svc_common.security.api_keys import first_key
 from svc_common.security.exposure import exposure
 from svc_common.security.tls import TlsFiles
@@ -88,7 +89,7 @@ def _gpu_name() -> str | None:
 
 def _model(config: Config, root: Path) -> Iterator[Finding]:
     try:
-        files = resolve(config.model.source)
+        files = find_model(config.model.source, config.model.load_format)
     except ModelNotFoundError as error:
         yield Finding(Level.PROBLEM, "model", config.model.source, str(error))
     else:
@@ -143,7 +144,7 @@ def _memory(config: Config, plays_gpu: bool, root: Path) -> Finding:
 def _weight_bytes(config: Config) -> int:
     """In the largest type that gpu.dtype may come to; 0 where the model can't be read, which is said elsewhere."""
     try:
-        spec = read_spec(resolve(config.model.source))
+        spec = read_spec(find_model(config.model.source, config.model.load_format))
     except (ModelNotFoundError, UnsupportedModelError):
         return 0
     return min(round(spec.num_parameters * _DTYPE_BYTES[config.gpu.dtype]), config.gpu.memory_bytes or sys.maxsize)
