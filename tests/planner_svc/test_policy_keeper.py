@@ -112,7 +112,7 @@ class SmallExecutor(FakeExecutor):
         response.policy.decode_cpu_layers = request.policy.decode_cpu_layers
         cpu_layers = request.policy.prefill_cpu_layers
         response.streamed_layers = self.num_layers - cpu_layers - response.policy.resident_layers
-        memory = executor_pb2.DeviceMemory(memory_bytes=2**30, layer_bytes=2**29, other_bytes=2**20)
+        memory = executor_pb2.DeviceMemory(memory_bytes=2**30, layer_bytes=2**29, other_bytes=2**20, kv_bytes=2**29)
         response.memory.CopyFrom(memory)
         if request.profile:
             response.tables.link_bytes_per_s = 1e8
