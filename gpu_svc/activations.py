@@ -20,7 +20,7 @@ _DRAWN_BYTES = 80
 weights, sums and differences in fp64 and a count; the rest for gaps between these that an allocator leaves."""
 _TOKEN_BYTES = 256
 """Ids, positions and places, on both sides."""
-_FIXED_BYTES = {"cpu": 8 * 2**20, "cuda": 96 * 2**20}
+FIXED_BYTES = {"cpu": 8 * 2**20, "cuda": 96 * 2**20}
 """Scratch of kernels and of matrix products, whatever the batch."""
 
 
@@ -42,7 +42,7 @@ class Activations:
         per_token = self._cpu_token_bytes if self.device.type == "cpu" else self._cuda_token_bytes
         outputs = 2 * limits.max_sequences * self.spec.hidden_size * _FP32
         sampling = self._sampling_bytes(limits)
-        return tokens * per_token + outputs + sampling + self._host_chunk_bytes(limits) + _FIXED_BYTES[self.device.type]
+        return tokens * per_token + outputs + sampling + self._host_chunk_bytes(limits) + FIXED_BYTES[self.device.type]
 
     @property
     def _inner_size(self) -> int:

@@ -35,7 +35,7 @@ def run_largest_batch(decoder: Decoder, shape: KvShape, limits: Limits) -> Itera
 
     Takes the KV of one layer beside what it is there to show.
     """
-    prompts = _prompt_lengths(limits)
+    prompts = prompt_lengths(limits)
     new, chunks, first_block = [], [], 0
     for sequence_id, num_tokens in enumerate(prompts):
         num_blocks = -(-num_tokens // shape.block_tokens)
@@ -64,7 +64,7 @@ def measured_bytes(decoder: Decoder, shape: KvShape, limits: Limits) -> int:
     return peak
 
 
-def _prompt_lengths(limits: Limits) -> Iterator[int]:
+def prompt_lengths(limits: Limits) -> Iterator[int]:
     """One token for each sequence, and the rest for the first ones."""
     num_sequences = min(limits.max_sequences, limits.max_batch_tokens)
     left = limits.max_batch_tokens - num_sequences

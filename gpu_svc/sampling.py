@@ -21,7 +21,7 @@ from svc_common.decoder.threads import cpu_threads
 _RUN_TOKENS = 256
 # Most nuclei are small; a sort of the whole vocabulary, tried last, costs as much as many layers.
 _SEARCH_WIDTHS = (128, 4096)
-MOST_DRAWN = {"cpu": 2**22, "cuda": 2**23}
+MOST_DRAWN = {"cpu": 2**21, "cuda": 2**23}
 """Logits that are drawn from at a time; a piece takes some 45 bytes for each."""
 
 

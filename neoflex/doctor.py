@@ -128,17 +128,29 @@ def _memory(config: Config, plays_gpu: bool, root: Path) -> Finding:
     wanted = {"cpu_attn.kv_bytes": _host_bytes(config)}
     weights = 0
     if plays_gpu:
-        wanted["gpu.kv_bytes"] = config.gpu.kv_bytes
         weights = _weight_bytes(config)
+        wanted["gpu.kv_bytes"] = _device_kv_bytes(config, weights)
     total = sum(wanted.values()) + weights
     limited = f", the limit of this cgroup; the machine has {size_text(here)}" if usable < here else ""
     found = f"{size_text(usable)} to use{limited}; asked: KV {size_text(total - weights)}"
     if weights:
         found += f", weights up to {size_text(weights)}"
+    if plays_gpu and config.gpu.kv_bytes == "auto" and config.gpu.memory_bytes is None:
+        advice = (
+            'gpu.kv_bytes "auto" needs gpu.memory_bytes here: the CPU plays the GPU, and shares its memory with all'
+        )
+        return Finding(Level.PROBLEM, "memory", found, advice)
     if total > usable:
         advice = f"lower {' or '.join(wanted)}, choose smaller weights (gpu.dtype), or raise the container's limit"
         return Finding(Level.PROBLEM, "memory", found, advice)
     return Finding(Level.OK, "memory", found)
+
+
+def _device_kv_bytes(config: Config, weight_bytes: int) -> int:
+    """At most: "auto" takes what weights leave of gpu.memory_bytes."""
+    if config.gpu.kv_bytes != "auto":
+        return int(config.gpu.kv_bytes)
+    return max(0, (config.gpu.memory_bytes or 0) - weight_bytes)
 
 
 def _weight_bytes(config: Config) -> int:

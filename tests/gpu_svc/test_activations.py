@@ -10,8 +10,10 @@ import pytest
 import torch
 from support.stacks import own_environment
 
-from gpu_svc.activations import Activations
+from gpu_svc.activations import FIXED_BYTES, Activations
+from gpu_svc.largest_batch import prompt_lengths
 from gpu_svc.limits import Limits
+from svc_common.decoder.dtypes import DTYPES
 from svc_common.model.read_spec import read_spec
 from svc_common.model.store import ModelFiles
 
@@ -38,11 +40,13 @@ _EXPERTS = {
     "norm_topk_prob": True,
 }
 _LARGE_VOCABULARY = {"vocab_size": 30_000, "hidden_size": 64, "intermediate_size": 128, "tie_word_embeddings": True}
-CASES: dict[str, tuple[dict[str, Any], str, Limits]] = {
-    "many tokens in several prompts": (_LLAMA, "bf16", Limits(64, 4096, 300)),
-    "many tokens, experts": (_LLAMA | _EXPERTS, "fp32", Limits(2, 4096, 8192)),
-    "a large vocabulary, drawn in one piece": (_LLAMA | _LARGE_VOCABULARY, "fp32", Limits(60, 64, 8192)),
-    "a large vocabulary, drawn in pieces": (_LLAMA | _LARGE_VOCABULARY, "fp32", Limits(240, 256, 8192)),
+CASES: dict[str, tuple[dict[str, Any], str, Limits, str]] = {
+    "many tokens in several prompts": (_LLAMA, "bf16", Limits(64, 4096, 300), "cpu"),
+    "many tokens, experts": (_LLAMA | _EXPERTS, "fp32", Limits(2, 4096, 8192), "cpu"),
+    "a large vocabulary, drawn in one piece": (_LLAMA | _LARGE_VOCABULARY, "fp32", Limits(60, 64, 8192), "cpu"),
+    "a large vocabulary, drawn in pieces": (_LLAMA | _LARGE_VOCABULARY, "fp32", Limits(240, 256, 8192), "cpu"),
+    "operations of a GPU": (_LLAMA, "fp32", Limits(2, 4096, 8192), "cuda"),
+    "operations of a GPU, experts": (_LLAMA | _EXPERTS, "fp32", Limits(2, 4096, 8192), "cuda"),
 }
 _MEASURE = """
 import gc, json, sys
@@ -53,7 +57,8 @@ from gpu_svc.largest_batch import run_largest_batch
 from gpu_svc.limits import Limits
 from svc_common.decoder.checkpoint import open_model
 from svc_common.decoder.dtypes import DTYPES
-from svc_common.decoder.load import load_decoder
+from svc_common.decoder.load import load_decoder, load_weights
+from svc_common.decoder.torch_decoder import TorchDecoder
 from svc_common.memory import give_back_freed
 from svc_common.model.shapes import find_model
 
@@ -61,17 +66,19 @@ def of_process(name):
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
     return int(line.split()[1]) * 1024
 
-def decoder_of(directory, dtype):
+def decoder_of(directory, dtype, device):
     spec, checkpoint = open_model(find_model(directory, "dummy"))
+    if device == "cuda":
+        return TorchDecoder(spec, load_weights(checkpoint, spec, DTYPES[dtype], torch.device("cpu")))
     return load_decoder(checkpoint, spec, DTYPES[dtype], torch.device("cpu"))
 
 torch.set_num_threads(1)
-for directory, dtype, limits in json.loads(sys.argv[1]):
+for directory, dtype, limits, device in json.loads(sys.argv[1]):
     # What the first batch of all brings into memory is code.
-    warm = decoder_of(directory, dtype)
+    warm = decoder_of(directory, dtype, device)
     shape = KvShape.of(warm.spec, 16, torch.float32)
     run_largest_batch(warm, shape, Limits(2, 2, 64))
-    decoder = decoder_of(directory, dtype)
+    decoder = decoder_of(directory, dtype, device)
     del warm
     gc.collect(), give_back_freed()
     before = of_process("VmRSS:")
@@ -93,7 +100,7 @@ def activations_of(directory: Path, dtype: torch.dtype, device: str, **options: 
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Shapes of the cases."""
     made = {}
-    for name, (config, _, _) in CASES.items():
+    for name, (config, *_) in CASES.items():
         made[name] = tmp_path_factory.mktemp("shape")
         (made[name] / "config.json").write_text(json.dumps(config))
     return made
@@ -102,7 +109,9 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def peaks(directories: dict[str, Path]) -> dict[str, int]:
     """Of a process of its own, by what its kernel says."""
-    cases = [(str(directories[name]), dtype, vars_of(limits)) for name, (_, dtype, limits) in CASES.items()]
+    cases = [
+        (str(directories[name]), dtype, vars_of(limits), device) for name, (_, dtype, limits, device) in CASES.items()
+    ]
     argv = [sys.executable, "-c", _MEASURE, json.dumps(cases)]
     done = subprocess.run(argv, env=own_environment(), capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
@@ -114,12 +123,43 @@ def vars_of(limits: Limits) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_cpu_takes_at_most_what_is_computed_and_at_least_half(
+def test_a_process_takes_at_most_what_is_computed_and_at_least_half(
     name: str, directories: dict[str, Path], peaks: dict[str, int]
 ) -> None:
-    from svc_common.decoder.dtypes import DTYPES
-
-    _, dtype, limits = CASES[name]
-    bound = activations_of(directories[name], DTYPES[dtype], "cpu").num_bytes(limits)
+    """Operations of a GPU on the CPU, which has no need of a GPU's scratch."""
+    _, dtype, limits, device = CASES[name]
+    bound = activations_of(directories[name], DTYPES[dtype], device).num_bytes(limits)
+    bound -= FIXED_BYTES[device] - FIXED_BYTES["cpu"]
     print(f"{name}: peak {peaks[name] / MIB:.1f} MiB, at most {bound / MIB:.1f} MiB, {bound / peaks[name]:.2f}")
     assert peaks[name] <= bound <= 2 * peaks[name]
+
+
+def test_what_else_a_gpu_takes_for_a_host_tier(directories: dict[str, Path]) -> None:
+    """A cohort's tokens, and a past of 8,192 tokens that is fetched: K and V of two heads of 64 numbers."""
+    directory, limits = directories["operations of a GPU"], Limits(2, 100, 8192)
+
+    def num_bytes(device: str, host_dtype: torch.dtype | None) -> int:
+        return activations_of(directory, torch.bfloat16, device, host_dtype=host_dtype).num_bytes(limits)
+
+    per_token = (num_bytes("cuda", torch.bfloat16) - num_bytes("cuda", torch.int8)) / 8192
+    assert per_token == 2 * 2 * 64 * 2  # As it comes, and in the decoder's order.
+    masks = 100 * 8192 * (1 + 2)
+    fetched = 8192 * 2 * 2 * 64 * 2 * (2 + 2)
+    more = num_bytes("cuda", torch.bfloat16) - num_bytes("cuda", None)
+    cohort = more - masks - fetched
+    assert 0 < cohort == num_bytes_of_tokens(directory, 102) - num_bytes_of_tokens(directory, 100)
+    assert 0 < num_bytes("cpu", torch.bfloat16) - num_bytes("cpu", None) < 2**20
+
+
+def num_bytes_of_tokens(directory: Path, num_tokens: int) -> int:
+    return activations_of(directory, torch.bfloat16, "cuda").num_bytes(Limits(2, num_tokens, 8192))
+
+
+def test_the_largest_batch_is_as_large_as_the_limits_allow() -> None:
+    for limits, lengths in (
+        (Limits(3, 10, 100), [8, 1, 1]),
+        (Limits(3, 10, 4), [4, 4, 2]),
+        (Limits(3, 10, 2), [2, 2, 2]),
+        (Limits(16, 4, 100), [1, 1, 1, 1]),
+    ):
+        assert list(prompt_lengths(limits)) == lengths
