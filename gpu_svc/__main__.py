@@ -123,7 +123,7 @@ def make_executor(config: Config) -> Executor:
     budget = make_budget(config, device, shape, activations, limits)
     decoder = load_for_device(files, spec, checkpoint, DTYPES[dtype], device, budget, link)
     if device.type == "cuda":
-        measure_activations(budget, decoder, shape, limits)
+        measure_activations(budget, decoder, shape, activations, limits)
     executor = Executor(
         decoder,
         shape,

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from gpu_svc.device_kernels import has_triton
 from gpu_svc.limits import Limits
 from gpu_svc.prompt_logprobs import PIECE_TOKENS
 from gpu_svc.sampling import MOST_DRAWN
@@ -15,13 +16,14 @@ _GROWTH = 2
 """A native buffer that grows by a little may take twice what it holds."""
 _COPY_BYTES = 2 * _FP32
 """Of a logit beside itself: what log-probabilities are to be of, and these; or rows that penalties change."""
-_DRAWN_BYTES = 80
+_DRAWN_BYTES = 88
 """Of each logit that is drawn from: 16 for it scaled, its weight and two selections, 44 while they are sorted, for
 weights, sums and differences in fp64 and a count; the rest for gaps between these that an allocator leaves."""
 _TOKEN_BYTES = 256
 """Ids, positions and places, on both sides."""
-FIXED_BYTES = {"cpu": 8 * 2**20, "cuda": 96 * 2**20}
-"""Scratch of kernels and of matrix products, whatever the batch."""
+FIXED_BYTES = {"cpu": 8 * 2**20, "cuda": 128 * 2**20}
+"""Scratch of kernels and of matrix products, whatever the batch; on a GPU also of blocks on their way between the
+tiers, and of measuring the link."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ class Activations:
         per_token = self._cpu_token_bytes if self.device.type == "cpu" else self._cuda_token_bytes
         outputs = 2 * limits.max_sequences * self.spec.hidden_size * _FP32
         sampling = self._sampling_bytes(limits)
-        return tokens * per_token + outputs + sampling + self._host_chunk_bytes(limits) + FIXED_BYTES[self.device.type]
+        return tokens * per_token + outputs + sampling + self.chunk_bytes(limits) + FIXED_BYTES[self.device.type]
 
     @property
     def _inner_size(self) -> int:
@@ -91,16 +93,17 @@ class Activations:
         drawn = min(rows, max(vocab_size, MOST_DRAWN[self.device.type]))
         return _FP32 * max(rows, piece) + max(_COPY_BYTES * max(rows, piece), _FP32 * rows + _DRAWN_BYTES * drawn)
 
-    def _host_chunk_bytes(self, limits: Limits) -> int:
+    def chunk_bytes(self, limits: Limits) -> int:
         """Of a chunk of a prompt whose past lies on the host: a GPU fetches that, converts it and joins it with the
-        chunk's own, and masks what each token does not see. A CPU attends where it lies.
+        chunk's own, and masks what each token does not see; without Triton also where it lies on the GPU. A CPU attends
+        where it lies.
         """
-        if self.host_dtype is None or self.device.type == "cpu":
+        if self.device.type == "cpu" or (self.host_dtype is None and has_triton(self.device)):
             return 0
         kv_numbers = 2 * self.spec.num_kv_heads * self.spec.head_dim
-        past = limits.max_sequence_tokens
+        past, dtype = limits.max_sequence_tokens, self.host_dtype or self.weight_dtype
         seen = limits.max_batch_tokens * past * (1 + self.weight_dtype.itemsize)
-        return past * kv_numbers * 2 * (self.host_dtype.itemsize + self.weight_dtype.itemsize) + seen
+        return past * kv_numbers * 2 * (dtype.itemsize + self.weight_dtype.itemsize) + seen
 
 
 def _inner_sizes(spec: ModelSpec) -> Iterable[int]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from gpu_svc.activations import Activations
+from gpu_svc.activations import FIXED_BYTES, Activations
 from gpu_svc.device_memory import DeviceMemory, DoesNotFitError
 from gpu_svc.kv_cache import KvShape
 from gpu_svc.largest_batch import measured_bytes
@@ -80,8 +80,11 @@ def make_budget(
     )
 
 
-def measure_activations(budget: Budget, decoder: PlacedDecoder, shape: KvShape, limits: Limits) -> None:
-    """On a CUDA device: divides the memory anew by what the largest batch takes there.
+def measure_activations(
+    budget: Budget, decoder: PlacedDecoder, shape: KvShape, activations: Activations, limits: Limits
+) -> None:
+    """On a CUDA device: divides the memory anew by what the largest batch takes there, and by what its shapes say of
+    prompts whose past is not in the cache of that batch.
 
     Raises ConfigError where it does not fit, LayerFileError and CheckpointError.
     """
@@ -89,13 +92,14 @@ def measure_activations(budget: Budget, decoder: PlacedDecoder, shape: KvShape, 
     resident = memory.most_resident()
     decoder.place(range(memory.num_layers - resident), resident)
     try:
-        num_bytes = measured_bytes(decoder, shape, limits)
+        measured = measured_bytes(decoder, shape, limits)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"the largest batch, of planner.max_batch_tokens {limits.max_batch_tokens} and "
             f"planner.max_running_sequences {limits.max_sequences}, does not fit beside the model: {error}"
         ) from error
-    logger.info("the largest batch takes %d bytes, at most %d by its shapes", num_bytes, memory.activation_bytes)
+    num_bytes = max(measured, FIXED_BYTES["cuda"]) + activations.chunk_bytes(limits)
+    logger.info("activations take %d bytes, %d as measured; %d by shapes", num_bytes, measured, memory.activation_bytes)
     decoder.memory = budget.with_kv(replace(memory, activation_bytes=num_bytes))
 
 
@@ -124,7 +128,8 @@ def _memory_bytes(config: Config, device: torch.device) -> int:
     check_fits_memory("gpu.memory_bytes", config.gpu.memory_bytes, here)
     if cuda:  # So that the cap holds, whatever was counted.
         total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(config.gpu.memory_bytes / total, device)
+        index = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.set_per_process_memory_fraction(config.gpu.memory_bytes / total, index)
     return config.gpu.memory_bytes
 
 

@@ -136,9 +136,7 @@ def _memory(config: Config, plays_gpu: bool, root: Path) -> Finding:
     if weights:
         found += f", weights up to {size_text(weights)}"
     if plays_gpu and config.gpu.kv_bytes == "auto" and config.gpu.memory_bytes is None:
-        advice = (
-            'gpu.kv_bytes "auto" needs gpu.memory_bytes here: the CPU plays the GPU, and shares its memory with all'
-        )
+        advice = 'gpu.kv_bytes "auto" needs gpu.memory_bytes: a CPU that plays the GPU shares its memory with all'
         return Finding(Level.PROBLEM, "memory", found, advice)
     if total > usable:
         advice = f"lower {' or '.join(wanted)}, choose smaller weights (gpu.dtype), or raise the container's limit"

@@ -96,7 +96,7 @@ _SERVICES = typer.Option(
     show_default="those of the TOML file, or 1",
 )
 _MEMORY = typer.Option(
-    help="Cap of weights and KV on the GPU; layers that do not fit are streamed.", show_default="what the GPU has"
+    help="Cap of all that lies on the GPU; layers that do not fit are streamed.", show_default="what it has free"
 )
 _DTYPES = "auto, fp32, bf16, fp16"
 
@@ -111,7 +111,9 @@ def up(
     mode: Annotated[
         str | None, _setting(PlannerConfig, "mode", "auto, gpu_only, asymmetric, same_layer or decoupled.")
     ] = None,
-    gpu_kv_bytes: Annotated[str | None, _setting(GpuConfig, "kv_bytes", "GPU KV cache, as 64MiB; 0: none.")] = None,
+    gpu_kv_bytes: Annotated[
+        str | None, _setting(GpuConfig, "kv_bytes", "GPU KV cache, as 64MiB; 0: none; auto: what is left.")
+    ] = None,
     gpu_memory_bytes: Annotated[str | None, _MEMORY] = None,
     host_kv_bytes: Annotated[
         str | None, _setting(CpuAttnConfig, "kv_bytes", "Host KV pools together; 0 runs without cpu_attn_svc.")

@@ -82,7 +82,7 @@ def test_more_kv_than_memory(machine: Path) -> None:
 
 def test_kv_that_takes_what_is_left_needs_a_cap_to_be_left_of(machine: Path) -> None:
     found = find(machine, "memory", gpu={"kv_bytes": "auto"})
-    assert (found.level, found.advice[:44]) == (Level.PROBLEM, 'gpu.kv_bytes "auto" needs gpu.memory_bytes h')
+    assert (found.level, found.advice[:44]) == (Level.PROBLEM, 'gpu.kv_bytes "auto" needs gpu.memory_bytes: ')
     found = find(machine, "memory", gpu={"kv_bytes": "auto", "memory_bytes": "14GiB"}, cpu_attn={"kv_bytes": "1GiB"})
     assert found.level is Level.OK
     assert "asked: KV 14.5 GiB, weights up to 513.1 MiB" in found.found
