@@ -340,7 +340,9 @@ def _print_ready(stack: LocalStack, start_s: float) -> None:
             err.print(f"  console: {stack.console_url}", markup=False)
     err.print(f"  logs in {stack.run_dir}", markup=False)
     access = "".join(_access_options(stack.config))
-    err.print(f"  try: neoflex generate --address {stack.address}{access} 'Hello!'", markup=False, soft_wrap=True)
+    # Made-up weights have nothing to say, and often no tokenizer to be asked by.
+    command, prompt = ("bench", "") if stack.config.model.load_format == "dummy" else ("generate", " 'Hello!'")
+    err.print(f"  try: neoflex {command} --address {stack.address}{access}{prompt}", markup=False, soft_wrap=True)
 
 
 def _access_options(config: Config) -> Iterator[str]:

@@ -36,6 +36,27 @@ def test_the_type_to_compute_in_and_how_it_was_chosen(
     assert line == f"  device {device}, computes in {model.compute_dtype}{chosen}"
 
 
+@pytest.mark.parametrize(
+    ("load_format", "command"), [("auto", "generate --address {} 'Hello!'"), ("dummy", "bench --address {}")]
+)
+def test_what_to_try(
+    load_format: str, command: str, server: InferenceServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Client(server.address) as client:
+        info, model = client.server_info(), client.model_info()
+    stack: Any = SimpleNamespace(
+        server_info=lambda: info,
+        model_info=lambda: model,
+        config=up.effective_config(None, {("model", "load_format"): load_format}),
+        address=server.address,
+        http_url=None,
+        console_url=None,
+        run_dir="run",
+    )
+    up._print_ready(stack, 1.5)
+    assert capsys.readouterr().err.splitlines()[-1] == f"  try: neoflex {command.format(server.address)}"
+
+
 def test_what_the_memory_is_divided_into() -> None:
     gib = 2**30
     use = MemoryUse(16 * gib, 0, 4 * gib, 0, 32 * gib, 1 * gib, gib // 2, 24 * gib)
