@@ -33,6 +33,8 @@ from policy_check import running
 from results import Row, arguments, publish
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from gpu_svc.activations import Activations
+from gpu_svc.limits import Limits
 from neoflex import AsyncClient
 from svc_common.config import Config, parse
 from svc_common.model.read_spec import read_spec
@@ -41,7 +43,7 @@ from svc_common.model.store import ModelFiles, resolve
 from svc_common.model.tokenizer import load_tokenizer
 
 _KV_BYTES = 64 * 2**20
-_LIMITS: dict[str, object] = {"max_sequence_tokens": 512, "max_batch_tokens": 512, "max_running_sequences": 16}
+_LIMITS = {"max_sequence_tokens": 512, "max_batch_tokens": 512, "max_running_sequences": 16}
 """Few points to measure at the start."""
 _LEAST = 1.0
 Generate = Callable[[list[list[int]], int], list[list[int]]]
@@ -101,10 +103,12 @@ def served(address: str) -> Generate:
 
 
 def configs(files: ModelFiles, spec: ModelSpec, num_resident: int, num_cores: int) -> Mapping[str, Config]:
-    """By policy; weights, two buffers and KV within the same memory."""
+    """By policy; weights, two buffers, activations and KV within the same memory."""
     layer_bytes = max(spec.layer_bytes(index, 4) for index in range(spec.num_layers))
     other_bytes = spec.weight_bytes(4) - sum(spec.layer_bytes(index, 4) for index in range(spec.num_layers))
-    memory_bytes = round(1.01 * ((num_resident + 2) * layer_bytes + other_bytes)) + _KV_BYTES
+    limits = Limits(_LIMITS["max_running_sequences"], _LIMITS["max_batch_tokens"], _LIMITS["max_sequence_tokens"])
+    activations = Activations(spec, torch.device("cpu"), torch.float32, torch.float32).num_bytes(limits)
+    memory_bytes = round(1.01 * ((num_resident + 2) * layer_bytes + other_bytes)) + _KV_BYTES + activations
     first_kept = spec.num_layers - num_resident
     partition = {"prefill_policy": "partition", "decode_policy": "partition", "cpu_layers": first_kept}
 

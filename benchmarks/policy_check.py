@@ -24,10 +24,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from policy_report import Calibrated, Cell, Kept, rows
 from realtime import tables_of
 from results import ROOT, arguments, publish
 
+from gpu_svc.activations import Activations
+from gpu_svc.limits import Limits
 from neoflex import AsyncClient, Delta
 from neoflex.supervisor import LocalStack
 from planner_svc.estimator import OperationTables
@@ -39,7 +42,7 @@ from planner_svc.policy import (
     measured_figures,
     measured_machine,
 )
-from svc_common.config import Config, parse
+from svc_common.config import Config, PlannerConfig, parse
 from svc_common.model.read_spec import read_spec
 from svc_common.model.spec import ModelSpec
 from svc_common.model.store import default_cache_dir, resolve
@@ -50,6 +53,7 @@ _DTYPE, _DTYPE_BYTES = "fp32", 4
 _KV_BYTES = {"gpu": 128 * 2**20, "host": 384 * 2**20}
 """Room on the GPU's tier for the largest batch whichever layers the CPU computes."""
 _OUTPUT_TOKENS = 21
+_SEQUENCE_TOKENS = 512
 _SETTLED_TOKENS = 4
 """After which TPOT counts: the request that told when the prompts' iteration began has gone by then."""
 _WATCH_TOKENS = 400
@@ -78,6 +82,10 @@ class Setting:
         # Two buffers, and a little for norms.
         held_bytes = (self.num_resident + 2) * self.layer_bytes + self.other_bytes
         self.memory_bytes = round(1.01 * held_bytes) + _KV_BYTES["gpu"]
+        """For weights, buffers and KV."""
+        activations = Activations(self.spec, torch.device("cpu"), torch.float32, torch.float32)
+        limits = Limits(PlannerConfig().max_running_sequences, self.batch_tokens + 1, _SEQUENCE_TOKENS)
+        self.activation_bytes = activations.num_bytes(limits)
 
     @property
     def policies(self) -> Mapping[str, tuple[dict[str, object], ExecutionPolicy]]:
@@ -115,14 +123,14 @@ class Setting:
                 "listen": "127.0.0.1:0",
                 "mode": "gpu_only",
                 "max_batch_tokens": self.batch_tokens + 1,
-                "max_sequence_tokens": 512,
+                "max_sequence_tokens": _SEQUENCE_TOKENS,
                 **self.policies[name][0],
             },
             "gpu": {
                 "device": "cpu",
                 "dtype": _DTYPE,
                 "kv_bytes": _KV_BYTES["gpu"],
-                **({} if name == _RESIDENT else {"memory_bytes": self.memory_bytes}),
+                **({} if name == _RESIDENT else {"memory_bytes": self.memory_bytes + self.activation_bytes}),
                 "link_bytes_per_s": self.link_bytes_per_s,
             },
             "cpu_attn": {"kv_bytes": _KV_BYTES["host"]},

@@ -21,7 +21,7 @@ from results import ROOT, Row, arguments, publish
 from torch import Tensor
 
 from svc_common.cpu_kernels import ThreadPool, read_ceiling
-from svc_common.decoder.checkpoint import Checkpoint, open_model
+from svc_common.decoder.checkpoint import Checkpoint, FileCheckpoint, open_model
 from svc_common.decoder.decoder import Decoder
 from svc_common.decoder.dtypes import DTYPES
 from svc_common.decoder.load import load_decoder
@@ -62,10 +62,10 @@ def log_probabilities(decoder: Decoder, token_ids: list[int]) -> Tensor:
     return decoder.logits(hidden).log_softmax(-1)
 
 
-class OffGrid:
+class OffGrid(FileCheckpoint):
     """A checkpoint whose matrices, but for embeddings, are moved off the grid of 15 steps that 32 neighbours lie on."""
 
-    def __init__(self, checkpoint: Checkpoint, vocab_size: int) -> None:
+    def __init__(self, checkpoint: FileCheckpoint, vocab_size: int) -> None:
         self._checkpoint = checkpoint
         self._vocab_size = vocab_size
         self._random = torch.Generator().manual_seed(0)
@@ -168,6 +168,7 @@ def main() -> None:
     torch.manual_seed(0)
     files = resolve(options.model)
     spec, checkpoint = open_model(files)
+    assert isinstance(checkpoint, FileCheckpoint)
 
     def load(weights: Checkpoint, name: WeightTypeName) -> Decoder:
         return load_decoder(weights, spec, DTYPES[name], torch.device("cpu"))

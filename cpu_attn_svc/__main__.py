@@ -57,7 +57,7 @@ def main() -> None:
     try:
         telemetry = Telemetry(SERVICE, config.telemetry)
         door = cpu_attn_door(service, key, TlsFiles.of(config.tls))
-        host = AttentionHost(service, key, usable_cores(), claim.cpus, config.model.source)
+        host = AttentionHost(service, key, usable_cores(), claim.cpus, config.model.source, config.model.load_format)
         logger.info("threads stay on CPUs %s", claim.cpus or "of the kernel's choice")
         observe_host(telemetry.meters, host)
         telemetry.start_metrics(service.metrics_listen, f"{key}.metrics_listen")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from cpu_attn_svc.session import RegionSession
 from cpu_attn_svc.totals import Totals
 from svc_common.config import ConfigError, CpuAttnConfig
+from svc_common.config.model import LoadFormat
 from svc_common.cpu_kernels import ThreadPool, choose_instruction_set
 from svc_common.memory import check_fits_memory, huge_page_bytes, size_text, usable_memory_bytes
 from svc_common.security.sockets import group_id
@@ -75,7 +76,15 @@ def _check_segment_dir(key: str, directory: Path, kv_bytes: int) -> None:
 class AttentionHost:
     """Calls that change it must not overlap; `status` may be asked for at any time."""
 
-    def __init__(self, config: CpuAttnConfig, key: str, usable_cores: int, cpus: list[int], model_source: str) -> None:
+    def __init__(
+        self,
+        config: CpuAttnConfig,
+        key: str,
+        usable_cores: int,
+        cpus: list[int],
+        model_source: str,
+        load_format: LoadFormat = "auto",
+    ) -> None:
         """`key`: how messages name the configuration's table. `cpus`: what the first threads are pinned to.
 
         Raises ConfigError where this can't be had on this machine. The model is not looked at before an executor asks
@@ -98,7 +107,7 @@ class AttentionHost:
         self._group = None if group is None else group_id(f"{key}.segment_group", group)
         self._config = config
         self._cpus = cpus
-        self._model_source = model_source
+        self._model_source, self._load_format = model_source, load_format
         self._layers: CpuLayers | None = None
         """Of the latest region; kept for a next one of the same."""
         self._session: RegionSession | None = None
@@ -163,7 +172,7 @@ class AttentionHost:
         if self._layers is not None and self._layers.has(num_layers, wanted):
             return
         self._layers = None  # Not two at a time.
-        self._layers = CpuLayers.load(self._model_source, num_layers, wanted, self._threads)
+        self._layers = CpuLayers.load(self._model_source, self._load_format, num_layers, wanted, self._threads)
 
     @property
     def is_in_use(self) -> bool:

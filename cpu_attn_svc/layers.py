@@ -7,6 +7,7 @@ import torch
 
 from cpu_attn_svc import _attention
 from cpu_attn_svc.host import LayersUnavailableError, WantedLayers
+from svc_common.config.model import LoadFormat
 from svc_common.cpu_kernels import ThreadPool
 from svc_common.decoder.checkpoint import CheckpointError, open_model
 from svc_common.decoder.cpu_decoder import CpuDecoder
@@ -14,8 +15,9 @@ from svc_common.decoder.dtypes import DTYPES
 from svc_common.decoder.layer_file import LayerFileError
 from svc_common.decoder.layer_writer import open_layer_file
 from svc_common.decoder.rope import Rotaries, Rotation
+from svc_common.model.shapes import find_model
 from svc_common.model.spec import UnsupportedModelError
-from svc_common.model.store import ModelNotFoundError, resolve
+from svc_common.model.store import ModelNotFoundError
 from svc_common.model.weight_types import WeightTypeName
 from svc_common.tensor_plane import LayerBatch, Segment
 
@@ -33,11 +35,13 @@ class CpuLayers:
         self._rotaries = Rotaries(decoder.spec, torch.device("cpu"))
 
     @classmethod
-    def load(cls, source: str, num_layers: int, wanted: WantedLayers, threads: ThreadPool) -> "CpuLayers":
-        """`source` as model.source of the configuration. Raises LayersUnavailableError."""
+    def load(
+        cls, source: str, load_format: LoadFormat, num_layers: int, wanted: WantedLayers, threads: ThreadPool
+    ) -> "CpuLayers":
+        """`source` and `load_format` as in [model] of the configuration. Raises LayersUnavailableError."""
         torch.set_num_threads(1)  # It only reads files; the pool computes.
         try:
-            files = resolve(source)
+            files = find_model(source, load_format)
             spec, checkpoint = open_model(files)
             if spec.digest != wanted.model_digest:
                 raise LayersUnavailableError(

@@ -10,9 +10,11 @@ from pathlib import Path
 import torch
 from llguidance import LLTokenizer
 
+from gpu_svc.activations import Activations
+from gpu_svc.budget import epoch_limits, make_budget, measure_activations
 from gpu_svc.executor import Executor
 from gpu_svc.grammars import Grammars
-from gpu_svc.graph_options import graph_bytes, graph_options
+from gpu_svc.graph_options import graph_options
 from gpu_svc.kv_cache import KvShape
 from gpu_svc.link import Link
 from gpu_svc.loading import load_for_device
@@ -29,9 +31,9 @@ from svc_common.decoder.dtypes import DTYPES, KV_DTYPES, choose_compute_dtype, d
 from svc_common.decoder.layer_file import LayerFileError
 from svc_common.grpc_server import GrpcServer, ListenError, StopSignal
 from svc_common.logs import configure_logging
-from svc_common.memory import check_fits_memory, usable_memory_bytes
+from svc_common.model.shapes import find_model
 from svc_common.model.spec import ModelSpec, UnsupportedModelError
-from svc_common.model.store import ModelFiles, ModelNotFoundError, default_cache_dir, resolve
+from svc_common.model.store import ModelFiles, ModelNotFoundError, default_cache_dir
 from svc_common.model.tokenizer import tokenizer_json
 from svc_common.security.door import Door, gpu_door
 from svc_common.security.tls import TlsFiles
@@ -71,15 +73,15 @@ def main() -> None:
         telemetry = Telemetry(SERVICE, config.telemetry)
     except ConfigError as error:
         logger.error("%s", error)
-        sys.exit(1)
+        sys.exit(2)
     try:
         asyncio.run(_serve(config, telemetry, door, tls))
     except _CANNOT_START as error:
         logger.error("%s", error)
-        sys.exit(1)
+        sys.exit(2)
     except ListenError as error:
         logger.error("gpu.listen: %s", error)
-        sys.exit(1)
+        sys.exit(2)
     finally:
         telemetry.close()
 
@@ -99,31 +101,6 @@ def _device(config: Config) -> torch.device:
     return torch.device("cuda" if here and config.gpu.device != "cpu" else "cpu")
 
 
-def check_kv_sizes(config: Config, block_bytes: int, host_block_bytes: int, memory_bytes: int) -> None:
-    """Raises ConfigError where a tier was asked for that can't hold a single block, or more than the device has."""
-    pools = (
-        (f"{config.cpu_attn_key(index)}.kv_bytes", service.kv_bytes, host_block_bytes)
-        for index, service in enumerate(config.cpu_attn)
-    )
-    for key, kv_bytes, least_bytes in (("gpu.kv_bytes", config.gpu.kv_bytes, block_bytes), *pools):
-        if 0 < kv_bytes < least_bytes:
-            raise ConfigError(
-                f"{key} is {kv_bytes} bytes, a KV block of kv.block_tokens = {config.kv.block_tokens} tokens takes "
-                f"{least_bytes}: give it more, or 0 for none"
-            )
-    check_fits_memory("gpu.kv_bytes", config.gpu.kv_bytes, memory_bytes)
-
-
-def _memory_bytes(config: Config, device: torch.device) -> int:
-    """Of the device, or less where the configuration caps it. Raises ConfigError for a cap above what there is."""
-    cuda = device.type == "cuda"
-    here = torch.cuda.get_device_properties(device).total_memory if cuda else usable_memory_bytes()
-    if config.gpu.memory_bytes is None:
-        return here
-    check_fits_memory("gpu.memory_bytes", config.gpu.memory_bytes, here)
-    return config.gpu.memory_bytes
-
-
 def _link(config: Config, device: torch.device) -> Link:
     """Raises ConfigError where one is to be emulated beside a real one."""
     if config.gpu.link_bytes_per_s and device.type != "cpu":
@@ -133,25 +110,33 @@ def _link(config: Config, device: torch.device) -> Link:
 
 def make_executor(config: Config) -> Executor:
     device = _device(config)
-    files = resolve(config.model.source)
+    files = find_model(config.model.source, config.model.load_format)
+    if files.is_dummy:
+        logger.warning('model.load_format is "dummy": weights are made up, answers mean nothing')
     spec, checkpoint = open_model(files)
     dtype = choose_compute_dtype(config.gpu.dtype, spec, device)
     kv_dtype = DTYPES[default_kv_dtype(dtype) if config.kv.dtype == "auto" else config.kv.dtype]
     host_dtype = None if config.kv.host_dtype == "auto" else KV_DTYPES[config.kv.host_dtype]
     shape = KvShape.of(spec, config.kv.block_tokens, kv_dtype, host_dtype)
-    memory_bytes, link = _memory_bytes(config, device), _link(config, device)
-    check_kv_sizes(config, shape.block_bytes, shape.host_block_bytes, memory_bytes)
-    decoder = load_for_device(files, spec, checkpoint, DTYPES[dtype], device, memory_bytes, config.gpu.kv_bytes, link)
+    link, limits = _link(config, device), epoch_limits(config, spec)
+    has_host_tier = bool(config.cpu_attn_services)
+    activations = Activations(spec, device, DTYPES[dtype], shape.host_dtype if has_host_tier else None)
+    budget = make_budget(config, device, shape, activations, limits)
+    decoder = load_for_device(files, spec, checkpoint, DTYPES[dtype], device, budget, link)
+    if device.type == "cuda":
+        measure_activations(budget, decoder, shape, activations, limits)
     executor = Executor(
         decoder,
         shape,
-        config.gpu.kv_bytes,
+        decoder.memory.kv_bytes,
         table_cache(config),
         make_grammars(files, spec),
         link=link,
         host_kv_bytes=sum(service.kv_bytes for service in config.cpu_attn),
-        graphs=graph_options(graph_bytes(config.gpu.graph_bytes, device, memory_bytes), device),
+        graphs=graph_options(decoder.memory.graph_bytes, device),
+        sized_for=(limits, activations.num_bytes),
     )
+    logger.info("%s", decoder.memory.text())
     logger.info(
         "%s (%s) on %s with %d threads: %s, KV %s, on the host %s; weights %d bytes; GPU KV %d blocks of %d bytes "
         "in %d",
@@ -165,7 +150,7 @@ def make_executor(config: Config) -> Executor:
         executor.weight_bytes,
         executor.num_gpu_blocks(),
         shape.block_bytes,
-        config.gpu.kv_bytes,
+        decoder.memory.kv_bytes,
     )
     return executor
 

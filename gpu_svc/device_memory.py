@@ -1,9 +1,10 @@
-"""How many layers a device's memory holds beside all else that lies there, as arithmetic."""
+"""How one device's memory is divided among weights, graphs, activations and KV, as arithmetic."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpu_svc.weight_stream import NUM_BUFFERS
+from svc_common.memory import size_text
 
 
 class DoesNotFitError(Exception):
@@ -22,6 +23,12 @@ class DeviceMemory:
     kv_bytes: int
     num_stagings: int = 0
     """Buffers beside those that are computed with, where packed layers are unpacked."""
+    activation_bytes: int = 0
+    """Of the largest batch, its logits and the drawing of its tokens."""
+    graph_bytes: int = 0
+    """Of captured graphs."""
+    spare_bytes: int = 0
+    """That nobody is promised: an allocator's gaps, and what else uses the device."""
 
     @property
     def num_layers(self) -> int:
@@ -46,16 +53,25 @@ class DeviceMemory:
         stay = set(streamed[:NUM_BUFFERS]) & set(streamed[-NUM_BUFFERS:])
         return sum(self.layer_bytes[layer] for layer in streamed if layer not in stay)
 
-    def check(self, resident_layers: int, first_streamed: int = 0) -> None:
-        """Raises DoesNotFitError."""
+    def free_bytes(self, resident_layers: int, first_streamed: int = 0) -> int:
+        """What all that is promised leaves; less than 0 where it does not fit."""
         streamed = range(first_streamed, self.num_layers - resident_layers)
-        weights, buffers = self.weight_bytes(resident_layers), self.buffer_bytes(streamed)
-        if weights + buffers + self.kv_bytes > self.memory_bytes:
-            raise DoesNotFitError(
-                f"{resident_layers} of {self.num_layers} layers with embedding and head take {weights} bytes, buffers "
-                f"for the others {buffers}, gpu.kv_bytes is {self.kv_bytes}: more than the {self.memory_bytes} bytes "
-                "of the device, see gpu.memory_bytes"
-            )
+        weights = self.weight_bytes(resident_layers) + self.buffer_bytes(streamed)
+        others = self.graph_bytes + self.activation_bytes + self.kv_bytes + self.spare_bytes
+        return self.memory_bytes - weights - others
+
+    def check(self, resident_layers: int, first_streamed: int = 0) -> None:
+        """Raises DoesNotFitError, whose text has each part in bytes."""
+        if self.free_bytes(resident_layers, first_streamed) >= 0:
+            return
+        streamed = range(first_streamed, self.num_layers - resident_layers)
+        raise DoesNotFitError(
+            f"{resident_layers} of {self.num_layers} layers with embedding and head take "
+            f"{self.weight_bytes(resident_layers)} bytes, buffers for the others {self.buffer_bytes(streamed)}, "
+            f"graphs {self.graph_bytes}, activations of the largest batch {self.activation_bytes}, KV {self.kv_bytes}, "
+            f"{self.spare_bytes} are kept free: more than the {self.memory_bytes} bytes of the device; see "
+            "gpu.memory_bytes, gpu.kv_bytes, planner.max_batch_tokens and planner.max_running_sequences"
+        )
 
     def most_resident(self, first_streamed: int = 0) -> int:
         """As many layers as fit of those from `first_streamed` on, all if all fit.
@@ -63,10 +79,28 @@ class DeviceMemory:
         Raises DoesNotFitError where not even streaming leaves room.
         """
         for resident in range(self.num_layers - first_streamed, 0, -1):
-            try:
-                self.check(resident, first_streamed)
-            except DoesNotFitError:
-                continue
-            return resident
+            if self.free_bytes(resident, first_streamed) >= 0:
+                return resident
         self.check(0, first_streamed)
         return 0
+
+    def filled(self, least_kv_bytes: int) -> "DeviceMemory":
+        """With KV in all that is left: beside all layers where that is at least `least_kv_bytes`, else beside as many
+        as leave so much. Raises DoesNotFitError where not even streaming does.
+        """
+        least = replace(self, kv_bytes=least_kv_bytes)
+        return replace(self, kv_bytes=least_kv_bytes + least.free_bytes(least.most_resident()))
+
+    def text(self) -> str:
+        """For the log: each part, with as many layers on the device as fit."""
+        resident = self.most_resident()
+        parts = (
+            ("weights", self.weight_bytes(resident)),
+            ("buffers for streamed weights", self.buffer_bytes(range(self.num_layers - resident))),
+            ("graphs", self.graph_bytes),
+            ("activations", self.activation_bytes),
+            ("KV", self.kv_bytes),
+            ("free", self.free_bytes(resident) + self.spare_bytes),
+        )
+        divided = " | ".join(f"{name} {size_text(num_bytes)}" for name, num_bytes in parts)
+        return f"device memory {size_text(self.memory_bytes)}: {divided}"

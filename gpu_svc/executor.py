@@ -66,8 +66,10 @@ class Executor:
         link: Link | None = None,
         host_kv_bytes: int = 0,
         graphs: GraphOptions | None = None,
+        sized_for: tuple[Limits, Callable[[Limits], int]] | None = None,
     ) -> None:
         """`gpu_kv_bytes` caps the GPU's KV cache, `host_kv_bytes` is what the CPU attention services have for KV.
+        `sized_for`: the limits by which the device's memory was divided, and what activations take at most by others.
 
         Without `table_cache` operations are measured each time, without `grammars` no sequence may have one. Layers can
         be streamed where `decoder` is a PlacedDecoder; any other has all of them on the device. Swaps cross `link`, by
@@ -88,6 +90,7 @@ class Executor:
         self._link = link or Link()
         self._gpu_kv_cap_bytes = gpu_kv_bytes
         self._host_kv_bytes = host_kv_bytes
+        self._sized_for = sized_for
         self._table_cache = table_cache
         self._graphs = graphs
         self._epoch: Epoch | None = None
@@ -152,6 +155,7 @@ class Executor:
         """
         self.close_epoch()  # Both caches at once would exceed the cap.
         self._place(policy)
+        self._check_limits(limits)
         policy = policy or ExecutionPolicy(self.resident_layers)
         cpu_layers = policy.decode_cpu_layers
         assert host is not None or cpu_layers == 0
@@ -192,6 +196,16 @@ class Executor:
                 len(self.streamed_layers),
                 self.streamed_bytes,
             )
+
+    def _check_limits(self, limits: Limits) -> None:
+        """The planner may have been given more than this service was. Raises DoesNotFitError where that is too much."""
+        if self._placed is None or self._sized_for is None:
+            return
+        sized, num_bytes = self._sized_for
+        if all(getattr(limits, name) <= getattr(sized, name) for name in Limits.__dataclass_fields__):
+            return
+        needed = max(num_bytes(limits), self._placed.memory.activation_bytes)
+        replace(self._placed.memory, activation_bytes=needed).check(self.resident_layers, self.streamed_layers.start)
 
     def _note_placement(self, resident: int, first_streamed: int) -> None:
         assert self._placed is not None

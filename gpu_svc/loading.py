@@ -5,13 +5,12 @@ from functools import partial
 
 import torch
 
+from gpu_svc.budget import Budget
 from gpu_svc.cpu_layers import CpuLayers
 from gpu_svc.device_kernels import decoder_ops
-from gpu_svc.device_memory import DeviceMemory, DoesNotFitError
 from gpu_svc.link import Link
 from gpu_svc.placed_decoder import PlacedDecoder
 from gpu_svc.torch_layers import TorchLayers
-from svc_common.config import ConfigError
 from svc_common.cpu_kernels import weight_memory
 from svc_common.decoder.checkpoint import Checkpoint
 from svc_common.decoder.cpu_decoder import CpuDecoder
@@ -29,27 +28,21 @@ def load_for_device(
     checkpoint: Checkpoint,
     dtype: torch.dtype,
     device: torch.device,
-    memory_bytes: int,
-    kv_bytes: int,
+    budget: Budget,
     link: Link,
 ) -> PlacedDecoder:
-    """Weights and `kv_bytes` of KV share `memory_bytes`. Where all layers fit, no layer file is needed or written.
+    """With the memory that `budget` leaves to weights. Where all layers fit, no layer file is needed or written.
 
     Raises ConfigError where not even streaming leaves room, LayerFileError and CheckpointError.
     """
     on_cpu = device.type == "cpu"
     empty = CpuDecoder(spec, dtype)
-    memory = DeviceMemory(
-        memory_bytes,
+    memory = budget.divided(
         empty.layer_bytes,
         empty.vocabulary_bytes + 4 * spec.position_parameters if on_cpu else _vocabulary_bytes(spec, dtype.itemsize),
-        kv_bytes,
         num_stagings=0 if on_cpu else 1,
     )
-    try:
-        all_fit = memory.most_resident() == spec.num_layers
-    except DoesNotFitError as error:
-        raise ConfigError(f"model.source {files.name}: {error}") from error
+    all_fit = memory.most_resident() == spec.num_layers
     open_file: Callable[[], LayerFile] = partial(open_layer_file, files, spec, checkpoint, dtype)
     if not on_cpu:
         loader = Loader(checkpoint, spec, dtype, device)

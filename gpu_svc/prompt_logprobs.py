@@ -10,7 +10,7 @@ from gpu_svc.sequences import SequenceTable
 from svc_common.decoder.decoder import Decoder
 from svc_common.plan import PromptLogprobs, SubBatch
 
-_PIECE_TOKENS = 64
+PIECE_TOKENS = 64
 """Logits of a whole chunk would take more memory than many a KV cache: 2,048 tokens of 128,000 take a GB."""
 
 
@@ -34,8 +34,8 @@ def _of_chunk(start: int, hidden: Tensor, targets: np.ndarray, num_top: int, dec
     chosen: list[float] = []
     top_ids: list[int] = []
     top_values: list[float] = []
-    for first in range(0, len(targets), _PIECE_TOKENS):
-        piece = targets[first : first + _PIECE_TOKENS]
+    for first in range(0, len(targets), PIECE_TOKENS):
+        piece = targets[first : first + PIECE_TOKENS]
         logprobs = torch.log_softmax(decoder.logits(hidden[first : first + len(piece)]), dim=-1)
         chosen += logprobs.gather(1, torch.from_numpy(piece).to(logprobs.device)[:, None])[:, 0].tolist()
         if num_top:

@@ -23,6 +23,8 @@ from svc_common.decoder.threads import cpu_threads
 _RUN_TOKENS = 256
 # Most nuclei are small; a sort of the whole vocabulary, tried last, costs as much as many layers.
 _SEARCH_WIDTHS = (128, 4096)
+MOST_DRAWN = {"cpu": 2**21, "cuda": 2**23}
+"""Logits that are drawn from at a time; a piece takes some 45 bytes for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +94,10 @@ def sample_by_torch(logits: Tensor, rows: SamplingRows, changes: Sequence[Change
         index = torch.from_numpy(changed).to(logits.device)
         maxima[index], tokens[changed] = _best(logits[index])
     drawn = np.flatnonzero((rows.temperature > 0) & is_finite)
-    if len(drawn):
-        tokens[drawn] = _draw(logits, maxima, rows, drawn)
+    step = max(1, MOST_DRAWN[logits.device.type] // logits.shape[1])
+    for start in range(0, len(drawn), step):
+        piece = drawn[start : start + step]
+        tokens[piece] = _draw(logits, maxima, rows, piece)
     tokens[~is_finite] = 0
     return Drawn(tokens, () if raw is None else _logprobs(raw, tokens, rows, wanting), np.flatnonzero(~is_finite))
 

@@ -303,12 +303,14 @@ def _host_pools(host: HostTier | None, errors: Sequence[str]) -> list[pb.HostPoo
 def _memory_text(opened: pb.OpenEpochResponse) -> str:
     """What this process takes where, beside what it may take."""
     kv_bytes = opened.gpu_blocks * opened.block_bytes
-    on_device = opened.weight_bytes + opened.buffer_bytes + kv_bytes
+    memory = opened.memory
+    on_device = opened.weight_bytes + opened.buffer_bytes + memory.graph_bytes + memory.activation_bytes + kv_bytes
     in_host = opened.host_weight_bytes + (on_device if opened.device == "cpu" else 0)
-    cap = f" of {size_text(opened.memory.memory_bytes)}" if opened.HasField("memory") else ""
+    cap = f" of {size_text(memory.memory_bytes)}" if opened.HasField("memory") else ""
     return (
         f"on the device: weights {size_text(opened.weight_bytes)}, buffers for streamed weights "
-        f"{size_text(opened.buffer_bytes)}, KV {size_text(kv_bytes)}, together {size_text(on_device)}{cap}; "
+        f"{size_text(opened.buffer_bytes)}, graphs {size_text(memory.graph_bytes)}, activations "
+        f"{size_text(memory.activation_bytes)}, KV {size_text(kv_bytes)}, together {size_text(on_device)}{cap}; "
         f"weights in host memory {size_text(opened.host_weight_bytes)}; host memory of this process "
         f"{size_text(in_host)} of {size_text(usable_memory_bytes())}"
     )

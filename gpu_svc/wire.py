@@ -264,6 +264,10 @@ def memory_to_pb(memory: DeviceMemory, link_bytes_per_s: float) -> pb.DeviceMemo
         weights_bytes=sum(memory.layer_bytes),
         layer_bytes=max(memory.layer_bytes),
         other_bytes=memory.other_bytes,
+        kv_bytes=memory.kv_bytes,
+        activation_bytes=memory.activation_bytes,
+        graph_bytes=memory.graph_bytes,
+        spare_bytes=memory.spare_bytes,
         link_bytes_per_s=link_bytes_per_s,
     )
 

@@ -124,10 +124,17 @@ class MemoryUse:
     host_weight_bytes: int
     """There once for all who stream from there or compute with them."""
     host_kv_bytes: int
+    device_activation_bytes: int = 0
+    """Of the largest batch."""
+    device_graph_bytes: int = 0
+    """At most."""
+    device_memory_bytes: int = 0
+    """For all of these; 0 where it is not known."""
 
     @property
     def device_bytes(self) -> int:
-        return self.device_weight_bytes + self.device_buffer_bytes + self.device_kv_bytes
+        placed = self.device_weight_bytes + self.device_buffer_bytes + self.device_kv_bytes
+        return placed + self.device_graph_bytes + self.device_activation_bytes
 
     @property
     def host_bytes(self) -> int:

@@ -13,9 +13,11 @@ from svc_common.config import Config, ConfigError
 from svc_common.grpc_server import ListenError, StopSignal
 from svc_common.logs import configure_logging, refuse_start
 from svc_common.model.chat_template import ChatTemplateError
+from svc_common.model.no_tokenizer import NO_TOKENIZER, NoTokenizer, has_tokenizer
 from svc_common.model.read_spec import read_spec
+from svc_common.model.shapes import find_model
 from svc_common.model.spec import ModelSpec, UnsupportedModelError
-from svc_common.model.store import ModelFiles, ModelNotFoundError, resolve
+from svc_common.model.store import ModelFiles, ModelNotFoundError
 from svc_common.model.tokenizer import Tokenizer, load_tokenizer
 from svc_common.telemetry.telemetry import Telemetry
 
@@ -33,8 +35,11 @@ def describe(config: Config, files: ModelFiles, spec: ModelSpec) -> ServedModel:
             f"planner.max_sequence_tokens must be at most {spec.context_tokens}, the model's context, "
             f"is {max_sequence_tokens}"
         )
-    tokenizer = load_tokenizer(files)
+    has_text = has_tokenizer(files) or not files.is_dummy
+    tokenizer = load_tokenizer(files) if has_text else NoTokenizer()
     if config.model.chat_template is not None:
+        if not has_text:
+            raise ConfigError(f"model.chat_template: {NO_TOKENIZER} that could use it")
         tokenizer = _with_template(tokenizer, config.model.chat_template)
     longest = max(1, tokenizer.longest_token_bytes)
     return ServedModel(
@@ -46,6 +51,7 @@ def describe(config: Config, files: ModelFiles, spec: ModelSpec) -> ServedModel:
             max_sequence_tokens=max_sequence_tokens,
             max_text_bytes=_TEXT_BYTES_PER_TOKEN_BYTE * longest * max_sequence_tokens,
             shares_prefixes=config.kv.prefix_cache,
+            has_text=has_text,
         ),
         eos_token_ids=tuple(sorted({*spec.eos_token_ids, *tokenizer.eos_token_ids})),
         block_tokens=config.kv.block_tokens,
@@ -86,7 +92,7 @@ def main() -> None:
     config = configuration.load_from_argv(SERVICE)
     configure_logging(SERVICE, config.logging)
     try:
-        files = resolve(config.model.source)
+        files = find_model(config.model.source, config.model.load_format)
         model = describe(config, files, read_spec(files))
         telemetry = Telemetry(SERVICE, config.telemetry)
         try:

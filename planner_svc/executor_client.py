@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import grpc
 from google.protobuf import text_format
@@ -80,6 +80,17 @@ class DeviceMemory:
     """Of the largest layer."""
     other_bytes: int
     """In no layer."""
+    kv_bytes: int = 0
+    """At most."""
+    activation_bytes: int = 0
+    graph_bytes: int = 0
+    spare_bytes: int = 0
+    """Kept free."""
+
+    @property
+    def placed_bytes(self) -> int:
+        """For weights, buffers and KV."""
+        return self.memory_bytes - self.activation_bytes - self.graph_bytes - self.spare_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +265,7 @@ def _memory(opened: executor_pb2.OpenEpochResponse) -> DeviceMemory | None:
     found = opened.memory
     if not opened.HasField("memory"):
         return None
-    return DeviceMemory(found.memory_bytes, found.layer_bytes, found.other_bytes)
+    return DeviceMemory(**{item.name: getattr(found, item.name) for item in fields(DeviceMemory)})
 
 
 class PlanStream:

@@ -133,6 +133,9 @@ def memory_message(placement: Placement) -> pb.MemoryUse:
         device_kv_bytes=placement.gpu_kv_bytes,
         host_weight_bytes=placement.host_weight_bytes,
         host_kv_bytes=placement.host_kv_bytes,
+        device_activation_bytes=placement.memory.activation_bytes if placement.memory else 0,
+        device_graph_bytes=placement.memory.graph_bytes if placement.memory else 0,
+        device_memory_bytes=placement.memory.memory_bytes if placement.memory else 0,
     )
 
 

@@ -35,7 +35,7 @@ class PolicyKeeper:
     def __init__(self, config: Config, spec: ModelSpec, limits: EpochLimits, host_memory_bytes: int) -> None:
         self._spec = spec
         self._limits = limits
-        self._kv_bytes = int(config.gpu.kv_bytes), sum(service.kv_bytes for service in config.cpu_attn_services)
+        self._host_kv_bytes = sum(service.kv_bytes for service in config.cpu_attn_services)
         self._host_memory_bytes = host_memory_bytes
         self._chooser: PolicyChooser | None = None
         self._estimator: PolicyEstimator | None = None
@@ -58,10 +58,10 @@ class PolicyKeeper:
         # What weights take, of whatever type, the executor says; of activations the CPU makes fp32.
         dtype_bytes = 4 if placement.device == "cpu" else _DTYPE_BYTES[placement.compute_dtype]
         memory = ServiceMemory(
-            gpu_bytes=placement.memory.memory_bytes,
-            gpu_kv_bytes=self._kv_bytes[0],
+            gpu_bytes=placement.memory.placed_bytes,
+            gpu_kv_bytes=placement.memory.kv_bytes,
             host_bytes=self._host_memory_bytes,
-            host_kv_bytes=self._kv_bytes[1],
+            host_kv_bytes=self._host_kv_bytes,
             layer_bytes=placement.memory.layer_bytes,
             other_bytes=placement.memory.other_bytes,
         )

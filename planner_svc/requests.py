@@ -19,6 +19,7 @@ from planner_svc.scheduler import ServiceClass, Targets
 from planner_svc.violations import Violations
 from svc_common.errors import invalid_argument
 from svc_common.model.chat_template import Tool, Turn
+from svc_common.model.no_tokenizer import NO_TOKENIZER
 from svc_common.plan import Sampling
 
 MAX_REQUEST_ID_CHARACTERS = 128
@@ -62,6 +63,8 @@ class Limits:
     """More cannot be a prompt of max_sequence_tokens, whatever the text."""
     shares_prefixes: bool = True
     """Whether requests that begin alike may share KV."""
+    has_text: bool = True
+    """Whether there is a tokenizer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +221,7 @@ def _check_stopping(options: pb.StoppingOptions, limits: Limits, bad: Violations
         bad.require(
             options.max_tokens >= 1, "request.stopping.max_tokens", f"must be at least 1, is {options.max_tokens}"
         )
+    bad.require(limits.has_text or not options.stop, "request.stopping.stop", f"must be empty: {NO_TOKENIZER}")
     bad.require(
         len(options.stop) <= MAX_STOPS,
         "request.stopping.stop",

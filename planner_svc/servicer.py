@@ -19,10 +19,19 @@ from planner_svc.generation import Generation, GenerationRequest
 from planner_svc.grammar_door import GrammarDoor
 from planner_svc.request_meters import RequestMeters
 from planner_svc.request_span import RequestSpan
-from planner_svc.requests import MAX_REQUEST_ID_CHARACTERS, ChatPrompt, GenerationOptions, Limits, Prompt, TextPrompt
+from planner_svc.requests import (
+    MAX_REQUEST_ID_CHARACTERS,
+    ChatPrompt,
+    GenerationOptions,
+    Limits,
+    Prompt,
+    TextPrompt,
+    TokenPrompt,
+)
 from svc_common.errors import ServiceError, invalid_argument
 from svc_common.logs import log_about
 from svc_common.model.chat_template import ChatTemplateError, ToolsUnknownError, Turn
+from svc_common.model.no_tokenizer import NO_TOKENIZER
 from svc_common.model.spec import ModelSpec
 from svc_common.model.tokenizer import Tokenizer
 
@@ -220,6 +229,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         `prefix` is what stands before the prompt's field in the message.
         """
         tokenizer, field = self._model.tokenizer, prefix + requests.prompt_field(prompt)
+        if not (self._model.limits.has_text or isinstance(prompt, TokenPrompt)):
+            raise invalid_argument(field, f"{NO_TOKENIZER}: a prompt has to be token ids", "NO_TOKENIZER")
         match prompt:
             case TextPrompt(text):
                 tokens = tuple(await asyncio.to_thread(tokenizer.encode, text))

@@ -13,7 +13,8 @@ from svc_common.config import ModelConfig, load
 from svc_common.memory import size_text
 from svc_common.model.layer_cache import StoredLayers, layers_dir, stored_layers
 from svc_common.model.layer_cache import prune as prune_layers
-from svc_common.model.store import BUILTIN_MODELS, list_models, resolve
+from svc_common.model.shapes import find_model
+from svc_common.model.store import BUILTIN_MODELS, list_models
 from svc_common.wording import counted
 
 _UNUSED_DAYS = 30.0
@@ -35,8 +36,10 @@ def fetch(
     elif name is not None:
         raise typer.BadParameter("a name and --config are two models", param_hint="NAME")
     else:
-        source = load(config_file).model.source
-        files = fetch_model(source) if source in BUILTIN_MODELS else resolve(source)
+        model = load(config_file).model
+        files = (
+            fetch_model(model.source) if model.source in BUILTIN_MODELS else find_model(model.source, model.load_format)
+        )
     out.print(f"{files.name}: {files.gguf or files.directory}", soft_wrap=True, markup=False)
 
 

@@ -60,7 +60,13 @@ def memory_rows(use: MemoryUse) -> list[tuple[str, str]]:
     device, host = [("weights", use.device_weight_bytes)], [("KV", use.host_kv_bytes)]
     if use.device_buffer_bytes:
         device.append(("buffers for streamed weights", use.device_buffer_bytes))
+    if use.device_graph_bytes:
+        device.append(("graphs", use.device_graph_bytes))
+    if use.device_activation_bytes:
+        device.append(("activations", use.device_activation_bytes))
     device.append(("KV", use.device_kv_bytes))
+    if use.device_memory_bytes:
+        device.append(("free", use.device_memory_bytes - use.device_bytes))
     if use.host_weight_bytes:
         host.insert(0, ("weights", use.host_weight_bytes))
     return [("on the device", _sizes(device)), ("in host memory", _sizes(host))]

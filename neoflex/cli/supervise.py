@@ -114,7 +114,9 @@ def ready_lines(stack: LocalStack, start_s: float) -> Iterator[str]:
             yield escape(f"  console: {stack.console_url}")
     yield escape(f"  logs in {stack.run_dir}")
     access = "".join(_access_options(stack.config))
-    yield escape(f"  try: neoflex generate --address {stack.address}{access} 'Hello!'")
+    # Made-up weights have nothing to say, and often no tokenizer to be asked by.
+    command, prompt = ("bench", "") if stack.config.model.load_format == "dummy" else ("generate", " 'Hello!'")
+    yield escape(f"  try: neoflex {command} --address {stack.address}{access}{prompt}")
 
 
 def _access_options(config: Config) -> Iterator[str]:

@@ -25,12 +25,13 @@ from svc_common.config import (
 )
 from svc_common.cores import usable_cores
 from svc_common.memory import size_text
-from svc_common.model.store import resolve
+from svc_common.model.shapes import find_model
 
 _NO_HTTP = "off"
 # By what name the user gave the value of a key.
 _TYPED = {
     ("gateway", "listen"): "--http",
+    ("model", "load_format"): "--load-format",
     ("kv", "dtype"): "--kv-dtype",
     ("kv", "host_dtype"): "--host-kv-dtype",
     ("planner", "mode"): "--mode",
@@ -84,7 +85,7 @@ _SERVICES = typer.Option(
     show_default="those of the TOML file, or 1",
 )
 _MEMORY = typer.Option(
-    help="Cap of weights and KV on the GPU; layers that do not fit are streamed.", show_default="what the GPU has"
+    help="Cap of all that lies on the GPU; layers that do not fit are streamed.", show_default="what it has free"
 )
 _DTYPES = "auto, fp32, bf16, fp16"
 
@@ -92,10 +93,16 @@ _DTYPES = "auto, fp32, bf16, fp16"
 def up(
     model: Annotated[str | None, _MODEL] = None,
     config_file: Annotated[Path | None, typer.Option("--config", help="TOML file; options below win over it.")] = None,
+    load_format: Annotated[
+        str | None,
+        _setting(ModelConfig, "load_format", "auto; dummy: random weights, of a shape known by name or a config.json."),
+    ] = None,
     mode: Annotated[
         str | None, _setting(PlannerConfig, "mode", "auto, gpu_only, asymmetric, same_layer or decoupled.")
     ] = None,
-    gpu_kv_bytes: Annotated[str | None, _setting(GpuConfig, "kv_bytes", "GPU KV cache, as 64MiB; 0: none.")] = None,
+    gpu_kv_bytes: Annotated[
+        str | None, _setting(GpuConfig, "kv_bytes", "GPU KV cache, as 64MiB; 0: none; auto: what is left.")
+    ] = None,
     gpu_memory_bytes: Annotated[str | None, _MEMORY] = None,
     host_kv_bytes: Annotated[
         str | None, _setting(CpuAttnConfig, "kv_bytes", "Host KV pools together; 0 runs without cpu_attn_svc.")
@@ -132,6 +139,7 @@ def up(
     """Start and supervise the services; Ctrl-C lets running requests end, a second Ctrl-C does not."""
     options: dict[tuple[str, str], object] = {
         ("model", "source"): model,
+        ("model", "load_format"): load_format,
         ("kv", "dtype"): kv_dtype,
         ("kv", "host_dtype"): host_kv_dtype,
         ("planner", "mode"): mode,
@@ -226,7 +234,7 @@ def with_gateway(config: Config, off: bool) -> Config:
 
 def pin_model(config: Config) -> Config:
     """Finds the model once, so that a wrong name or a download shows here and not in each service's log."""
-    files = resolve(config.model.source)
+    files = find_model(config.model.source, config.model.load_format)
     source = str(files.gguf or files.directory)
     model = config.model.model_copy(update={"source": source, "name": config.model.name or files.name})
     return config.model_copy(update={"model": model})

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from neoflex.doctor.finding import Finding, Level
 from svc_common.config import Config, ConfigError, GatewayConfig
-from svc_common.model.store import BUILTIN_MODELS, ModelNotFoundError, resolve
+from svc_common.model.shapes import find_model
+from svc_common.model.store import BUILTIN_MODELS, ModelNotFoundError
 from svc_common.security.api_keys import first_key
 from svc_common.security.sockets import group_id
 from svc_common.security.tls import TlsFiles
@@ -45,7 +46,7 @@ def _model(config: Config) -> Iterator[Finding]:
     if source in BUILTIN_MODELS or not (source.startswith((".", "/", "~")) or path.exists()):
         return
     try:
-        resolve(source)
+        find_model(source, config.model.load_format)
     except ModelNotFoundError as error:
         raise ConfigError(f"model.source: {error}") from error
     except OSError as error:

@@ -15,8 +15,9 @@ from svc_common.cores import usable_cores
 from svc_common.cpu_kernels import choose_instruction_set
 from svc_common.memory import machine_bytes, size_text, usable_memory_bytes
 from svc_common.model.read_spec import read_spec
+from svc_common.model.shapes import find_model
 from svc_common.model.spec import UnsupportedModelError
-from svc_common.model.store import ModelNotFoundError, resolve
+from svc_common.model.store import ModelNotFoundError
 
 _DTYPE_BYTES = {"auto": 4.0, "fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1.05, "int4": 0.65}
 """Of a weight, scales included; what "auto" comes to is measured at start-up."""
@@ -50,7 +51,7 @@ def gpu_name() -> str | None:
 
 def model(config: Config, root: Path) -> Iterator[Finding]:
     try:
-        files = resolve(config.model.source)
+        files = find_model(config.model.source, config.model.load_format)
     except ModelNotFoundError as error:
         yield Finding(Level.PROBLEM, "model", config.model.source, str(error))
     else:
@@ -89,23 +90,33 @@ def memory(config: Config, plays_gpu: bool, root: Path) -> Finding:
     wanted = {"cpu_attn.kv_bytes": _host_bytes(config)}
     weights = 0
     if plays_gpu:
-        wanted["gpu.kv_bytes"] = config.gpu.kv_bytes
         weights = _weight_bytes(config)
+        wanted["gpu.kv_bytes"] = _device_kv_bytes(config, weights)
     total = sum(wanted.values()) + weights
     limited = f", the limit of this cgroup; the machine has {size_text(here)}" if usable < here else ""
     found = f"{size_text(usable)} to use{limited}; asked: KV {size_text(total - weights)}"
     if weights:
         found += f", weights up to {size_text(weights)}"
+    if plays_gpu and config.gpu.kv_bytes == "auto" and config.gpu.memory_bytes is None:
+        advice = 'gpu.kv_bytes "auto" needs gpu.memory_bytes: a CPU that plays the GPU shares its memory with all'
+        return Finding(Level.PROBLEM, "memory", found, advice)
     if total > usable:
         advice = f"lower {' or '.join(wanted)}, choose smaller weights (gpu.dtype), or raise the container's limit"
         return Finding(Level.PROBLEM, "memory", found, advice)
     return Finding(Level.OK, "memory", found)
 
 
+def _device_kv_bytes(config: Config, weight_bytes: int) -> int:
+    """At most: "auto" takes what weights leave of gpu.memory_bytes."""
+    if config.gpu.kv_bytes != "auto":
+        return int(config.gpu.kv_bytes)
+    return max(0, (config.gpu.memory_bytes or 0) - weight_bytes)
+
+
 def _weight_bytes(config: Config) -> int:
     """In the largest type that gpu.dtype may come to; 0 where the model can't be read, which is said elsewhere."""
     try:
-        spec = read_spec(resolve(config.model.source))
+        spec = read_spec(find_model(config.model.source, config.model.load_format))
     except (ModelNotFoundError, UnsupportedModelError):
         return 0
     return min(round(spec.num_parameters * _DTYPE_BYTES[config.gpu.dtype]), config.gpu.memory_bytes or sys.maxsize)

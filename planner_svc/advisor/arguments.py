@@ -9,8 +9,8 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from planner_svc.advisor.errors import InputError
 from planner_svc.advisor.machines import known_machines
-from planner_svc.advisor.models import known_models
 from planner_svc.policy import RequestMix
+from svc_common.model.shapes import known_shapes
 from svc_common.model.spec import ModelSpec
 
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -54,7 +54,7 @@ class Options:
 
 def parse(arguments: Sequence[str] | None = None) -> Options:
     """Ends the process with exit code 2 for a bad option."""
-    epilog = f"Models: {', '.join(known_models())}.\nMachines: {', '.join(known_machines())}."
+    epilog = f"Models: {', '.join(known_shapes())}.\nMachines: {', '.join(known_machines())}."
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         "neoflex plan", description=_ABOUT, epilog=epilog, formatter_class=formatter, allow_abbrev=False

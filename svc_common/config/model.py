@@ -7,12 +7,18 @@ from pydantic import Field
 
 from svc_common.config.types import Section
 
+LoadFormat = Literal["auto", "dummy"]
+
 
 class ModelConfig(Section):
     """Which model, and how it is presented."""
 
     source: str = "smollm2-135m-instruct"
     """Built-in name, directory of safetensors, GGUF file, or hub id."""
+    load_format: LoadFormat = "auto"
+    """"auto" reads the weights. "dummy" makes some up for the shape, to measure what a model takes: its answers mean
+    nothing. `source` may then also be a config.json, a directory with one, or a shape known by name, such as
+    "llama-3.1-8b". Without a tokenizer there, prompts and answers are token ids."""
     name: str = ""
     """Name in answers; default: the source's last part."""
     chat_template: Path | None = None

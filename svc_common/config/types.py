@@ -1,9 +1,18 @@
 """Kinds of values that sections share, and the section itself."""
 
 import re
-from typing import Annotated
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+)
 
 MAX_PORT = 65535
 _SIZE = re.compile(r"\s*\d*\.?\d+\s*[a-zA-Z]*\s*")
@@ -33,10 +42,24 @@ def no_size(value: object) -> str:
     return f"not a size such as 64MiB, is {value!r}"
 
 
+def _checked_size_or_auto(value: object) -> object:
+    """Whole, so that of a bad value one thing is said and not one for each kind."""
+    if value == "auto":
+        return value
+    try:
+        return _SIZES.validate_python(value)
+    except ValidationError as error:
+        item = error.errors()[0]
+        limit = item["type"] == "less_than_equal"
+        raise ValueError(item["msg"].replace("Input should", "must") if limit else no_size(value)) from error
+
+
 Address = Annotated[str, AfterValidator(checked_address)]
 Group = Annotated[str, Field(min_length=1)]
 """Name or number of a group of users."""
 Size = Annotated[ByteSize, BeforeValidator(_checked_size), Field(le=2**63 - 1)]
+_SIZES: TypeAdapter[ByteSize] = TypeAdapter(Size)
+SizeOrAuto = Annotated[ByteSize | Literal["auto"], BeforeValidator(_checked_size_or_auto)]
 
 
 class Section(BaseModel):

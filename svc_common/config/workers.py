@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import ByteSize, Field, model_validator
 
 from svc_common.config.telemetry import HostPort
-from svc_common.config.types import Address, Group, Section, Size
+from svc_common.config.types import Address, Group, Section, Size, SizeOrAuto
 
 
 class GpuConfig(Section):
@@ -23,11 +23,13 @@ class GpuConfig(Section):
     dtype: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"] = "auto"
     """Type to compute in; "auto" measures fp32 and 16 bits at start-up. "int8" and "int4" are types of the weights
     alone, on device "cpu" only: less memory, faster decodes, and other tokens; see docs/performance.md."""
-    kv_bytes: Size = ByteSize(512 * 2**20)
-    """Cap of the GPU KV cache. 0 keeps all KV on the host."""
+    kv_bytes: SizeOrAuto = ByteSize(512 * 2**20)
+    """Cap of the GPU KV cache. 0 keeps all KV on the host. "auto" takes what all else leaves of `memory_bytes`, which
+    then has to be set on device "cpu"."""
     memory_bytes: Size | None = None
-    """Cap of weights, buffers for weights and KV on the device together; default: what the device has. Layers that do
-    not fit beside `kv_bytes` stay in host memory and are streamed to the device in each iteration."""
+    """Cap of weights, buffers for weights, graphs, activations and KV on the device together; default: what is free on
+    the device at start. Layers that do not fit beside the others stay in host memory and are streamed to the device in
+    each iteration."""
     graph_bytes: Size | None = None
     """On device "cuda": most that captured iterations of decodes take of its memory (CUDA graphs), which are launched
     at once, not kernel by kernel; default: a 32nd of the memory. 0: none. Device "cpu" has none."""

@@ -2,6 +2,7 @@
 
 import json
 import re
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from svc_common.decoder.dummy import DummyCheckpoint
 from svc_common.model.read_spec import open_gguf, read_spec
 from svc_common.model.spec import ModelSpec
 from svc_common.model.store import ModelFiles
@@ -23,17 +25,39 @@ class CheckpointError(Exception):
 
 
 class Checkpoint(Protocol):
-    """Tensors by name, read one at a time."""
+    """Tensors by name, one at a time."""
 
     def __contains__(self, name: str) -> bool: ...
 
+    def fill(self, name: str, target: Tensor) -> None:
+        """Writes a tensor into `target`, dense, of whatever type and device. Raises CheckpointError where the tensor
+        has another shape.
+        """
+        ...
+
+
+class FileCheckpoint(ABC):
+    """Tensors that a file holds."""
+
+    @abstractmethod
+    def __contains__(self, name: str) -> bool: ...
+
+    @abstractmethod
     def read(self, name: str) -> Tensor:
         """A fresh tensor on the CPU, in the file's type or, where it was quantised, fp32."""
-        ...
+
+    def fill(self, name: str, target: Tensor) -> None:
+        tensor = self.read(name)
+        if tensor.shape != target.shape:
+            raise CheckpointError(f"{name} has shape {list(tensor.shape)}, the model wants {list(target.shape)}")
+        target.copy_(tensor)
 
 
 def open_model(files: ModelFiles) -> tuple[ModelSpec, Checkpoint]:
     """A model's shape and its weights. Raises UnsupportedModelError or CheckpointError."""
+    if files.is_dummy:
+        spec = read_spec(files)
+        return spec, DummyCheckpoint(spec)
     if files.gguf is None:
         return read_spec(files), SafetensorsCheckpoint(files.directory)
     reader = open_gguf(files.gguf)
@@ -41,7 +65,7 @@ def open_model(files: ModelFiles) -> tuple[ModelSpec, Checkpoint]:
     return spec, GgufCheckpoint(reader, spec)
 
 
-class SafetensorsCheckpoint:
+class SafetensorsCheckpoint(FileCheckpoint):
     """One file, or shards that an index names. Files stay mapped; a tensor's pages are read as it is copied."""
 
     def __init__(self, directory: Path) -> None:
@@ -69,7 +93,7 @@ class SafetensorsCheckpoint:
         return tensor
 
 
-class GgufCheckpoint:
+class GgufCheckpoint(FileCheckpoint):
     """A GGUF file; tensors are dequantised one at a time.
 
     The experts of a layer are one tensor there; each of them has a name here, "blk.0.ffn_up_exps.7.weight".

@@ -20,6 +20,7 @@ import torch
 from svc_common.decoder.checkpoint import Checkpoint
 from svc_common.decoder.cpu_decoder import CpuDecoder
 from svc_common.decoder.dtypes import dtype_name
+from svc_common.decoder.dummy import DUMMY_VERSION
 from svc_common.decoder.layer_file import (
     PAGE_BYTES,
     SPEC,
@@ -88,6 +89,8 @@ def _checked_or_written(path: Path, source: Any, decoder: CpuDecoder, loader: Lo
 
 def _identity(files: ModelFiles) -> list[list[Any]]:
     """Of the files that weights come from: what changes when they do, and can be read without reading them."""
+    if files.is_dummy:
+        return [["dummy", DUMMY_VERSION]]
     paths = [files.gguf] if files.gguf else sorted([*files.directory.glob("*.safetensors")])
     stats = [(path.name, path.stat()) for path in paths]
     return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]

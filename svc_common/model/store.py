@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 HUB_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_GGUF = re.compile(r"([\w.-]+/[\w.-]+)/((?:[\w.-]+/)*[\w.-]+\.gguf)")
 
 
@@ -27,6 +27,8 @@ class ModelFiles:
     """Holds config.json, *.safetensors and the tokenizer, or the GGUF file."""
     gguf: Path | None = None
     """The one file that is the model, for GGUF."""
+    is_dummy: bool = False
+    """Its shape alone counts: weights are made up, whether there are some or not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +155,7 @@ def resolve(source: str, cache_dir: Path | None = None) -> ModelFiles:
         raise ModelNotFoundError(f"{source}: no such file or directory")
     if match := _HUB_GGUF.fullmatch(source):
         return _from_hub_gguf(match[1], match[2])
-    if _HUB_ID.fullmatch(source):
+    if HUB_ID.fullmatch(source):
         return _from_hub(source)
     raise ModelNotFoundError(
         f"{source!r} is no built-in model ({', '.join(BUILTIN_MODELS)}), directory, .gguf file or hub id (org/name)"
@@ -198,11 +200,11 @@ def _from_hub(repo_id: str) -> ModelFiles:
 
     name = repo_id.rpartition("/")[2]
     try:
-        with _hub_errors(repo_id):
+        with hub_errors(repo_id):
             local = snapshot_download(repo_id, allow_patterns=list(HUB_PATTERNS), local_files_only=True)
         directory = _from_directory(Path(local)).directory
     except ModelNotFoundError:
-        with _hub_errors(repo_id):
+        with hub_errors(repo_id):
             directory = Path(snapshot_download(repo_id, allow_patterns=list(HUB_PATTERNS)))
         if not any(directory.glob("*.safetensors")):
             raise ModelNotFoundError(
@@ -216,17 +218,18 @@ def _from_hub_gguf(repo_id: str, filename: str) -> ModelFiles:
     from huggingface_hub import hf_hub_download
 
     try:
-        with _hub_errors(repo_id):
+        with hub_errors(repo_id):
             path = hf_hub_download(repo_id, filename, local_files_only=True)
     except ModelNotFoundError:
-        with _hub_errors(repo_id):
+        with hub_errors(repo_id):
             path = hf_hub_download(repo_id, filename)
     # The cache names a link; its target has no suffix.
     return ModelFiles(Path(filename).stem, Path(path).parent, _from_gguf(Path(path)).gguf)
 
 
 @contextmanager
-def _hub_errors(repo_id: str) -> Iterator[None]:
+def hub_errors(repo_id: str) -> Iterator[None]:
+    """What the hub's client raises becomes ModelNotFoundError."""
     from huggingface_hub import errors
 
     try:

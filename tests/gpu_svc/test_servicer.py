@@ -515,7 +515,7 @@ def test_the_process_says_why_it_cannot_start(
     ended = subprocess.run(
         [sys.executable, "-m", "gpu_svc", "--config", str(config)], capture_output=True, text=True, timeout=60
     )
-    assert ended.returncode == 1
+    assert ended.returncode == 2
     assert message in ended.stderr
     assert "Traceback" not in ended.stderr
 

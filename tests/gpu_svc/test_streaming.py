@@ -223,7 +223,8 @@ def test_what_does_not_fit_is_refused_with_the_numbers(
     make_driver(decoder, policy=ExecutionPolicy(4))
     text = (
         f"5 of 7 layers with embedding and head take {other + 5 * layer} bytes, buffers for the others {2 * layer}, "
-        f"gpu.kv_bytes is 0: more than the {other + 6 * layer} bytes of the device"
+        "graphs 0, activations of the largest batch 0, KV 0, 0 are kept free: "
+        f"more than the {other + 6 * layer} bytes of the device; see gpu.memory_bytes, gpu.kv_bytes, "
     )
     with pytest.raises(DoesNotFitError, match=text):
         make_driver(decoder, policy=ExecutionPolicy(5))

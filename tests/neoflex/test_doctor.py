@@ -78,6 +78,16 @@ def test_more_kv_than_memory(machine: Path) -> None:
     assert "16.0 GiB to use, the limit of this cgroup; the machine has 32.0 GiB" in found.found
 
 
+def test_kv_that_takes_what_is_left_needs_a_cap_to_be_left_of(machine: Path) -> None:
+    found = find(machine, "memory", gpu={"kv_bytes": "auto"})
+    assert (found.level, found.advice[:44]) == (Level.PROBLEM, 'gpu.kv_bytes "auto" needs gpu.memory_bytes: ')
+    found = find(machine, "memory", gpu={"kv_bytes": "auto", "memory_bytes": "14GiB"}, cpu_attn={"kv_bytes": "1GiB"})
+    assert found.level is Level.OK
+    assert "asked: KV 14.5 GiB, weights up to 513.1 MiB" in found.found
+    found = find(machine, "memory", gpu={"kv_bytes": "auto", "memory_bytes": "14GiB"}, cpu_attn={"kv_bytes": "3GiB"})
+    assert found.level is Level.PROBLEM
+
+
 def test_weights_count_as_kv_does(machine: Path) -> None:
     """134.5 million of them, at 4 bytes each unless said otherwise."""
     found = find(machine, "memory", gpu={"kv_bytes": "8GiB"}, cpu_attn={"kv_bytes": "7800MiB"})

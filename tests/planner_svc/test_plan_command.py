@@ -10,11 +10,13 @@ import pytest
 
 from planner_svc.advisor import __main__ as advisor
 from planner_svc.advisor.machines import known_machines, read_machine
-from planner_svc.advisor.models import find_spec, known_models
+from planner_svc.advisor.models import find_spec
 from planner_svc.policy import PolicyEstimator, RequestMix, decoder_figures
+from svc_common.model import shapes
+from svc_common.model.shapes import known_shapes
 from svc_common.policy import ExecutionPolicy
 
-SHAPES = Path(advisor.__file__).parent / "models"
+SHAPES = Path(shapes.__file__).with_name("known_shapes")
 MACHINE = """
 [gpu]
 flops_per_s = 100e12
@@ -177,7 +179,7 @@ def test_shapes_from_files(plan, tmp_path):
 
 
 def test_built_in_shapes_have_the_sizes_they_are_called_by():
-    assert set(known_models()) == set(PARAMETERS)
+    assert set(known_shapes()) == set(PARAMETERS)
     for name, billions in PARAMETERS.items():
         assert find_spec(name).num_parameters / 1e9 == pytest.approx(billions, rel=0.01)
 

@@ -8,6 +8,7 @@ from support.fake_workers import FakeExecutor, FakeHost
 from support.planner_rig import SPEC, StartRig, request
 
 from neoflex.v1 import executor_pb2
+from neoflex.v1 import inference_pb2 as pb
 from planner_svc.estimator import DecodePoint, LinearPoint, OperationTables, PrefillPoint
 from planner_svc.executor_client import DeviceMemory, EpochLimits, HostPool, Placement
 from planner_svc.policy_keeper import PolicyKeeper
@@ -112,7 +113,15 @@ class SmallExecutor(FakeExecutor):
         response.policy.decode_cpu_layers = request.policy.decode_cpu_layers
         cpu_layers = request.policy.prefill_cpu_layers
         response.streamed_layers = self.num_layers - cpu_layers - response.policy.resident_layers
-        memory = executor_pb2.DeviceMemory(memory_bytes=2**30, layer_bytes=2**29, other_bytes=2**20)
+        memory = executor_pb2.DeviceMemory(
+            memory_bytes=2**30,
+            layer_bytes=2**29,
+            other_bytes=2**20,
+            kv_bytes=2**29,
+            activation_bytes=3000,
+            graph_bytes=400,
+            spare_bytes=50,
+        )
         response.memory.CopyFrom(memory)
         if request.profile:
             response.tables.link_bytes_per_s = 1e8
@@ -132,3 +141,9 @@ async def test_the_planner_measures_both_sides_and_opens_the_chosen_epoch(start_
     assert (asked[1].policy.prefill_cpu_layers, asked[1].policy.decode_cpu_layers) == (1, 1)
     # 512 MB over the link take 5 s, each token of a layer on the CPU 1 ms.
     assert asked[2].policy.decode_cpu_layers == rig.executor.num_layers
+    use = (await rig.stub.GetServerInfo(pb.GetServerInfoRequest())).memory_use
+    assert (use.device_memory_bytes, use.device_activation_bytes, use.device_graph_bytes) == (2**30, 3000, 400)
+    placement = rig.server._loop.placement
+    assert placement is not None
+    assert placement.memory is not None
+    assert (placement.memory.placed_bytes, placement.memory.kv_bytes) == (2**30 - 3450, 2**29)

@@ -42,6 +42,9 @@ GIB = 2**30
         ({"gpu": {"kv_bytes": "1,5GiB"}}, "gpu.kv_bytes: not a size such as 64MiB, is '1,5GiB'"),
         ({"gpu": {"kv_bytes": "1 GiB or so"}}, "gpu.kv_bytes: not a size such as 64MiB, is '1 GiB or so'"),
         ({"gpu": {"kv_bytes": True}}, "gpu.kv_bytes: not a size such as 64MiB, is True"),
+        ({"gpu": {"kv_bytes": "99999999999TB"}}, "gpu.kv_bytes: must be less than or equal to 9223372036854775807"),
+        ({"gpu": {"memory_bytes": "auto"}}, "gpu.memory_bytes: not a size such as 64MiB, is 'auto'"),
+        ({"model": {"load_format": "none"}}, "model.load_format: must be 'auto' or 'dummy', is 'none'"),
         ({"cpu_attn": {"kv_bytes": "99999999999TB"}}, "cpu_attn.kv_bytes: "),
         (
             {"cpu_attn": {"elastic": True, "num_threads": 5, "max_threads": 4}},

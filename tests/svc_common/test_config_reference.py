@@ -88,7 +88,7 @@ def test_a_row_says_what_the_schema_says(section: str, key: str) -> None:
 
 def test_limits_of_sizes_have_units() -> None:
     assert rows()["gateway"]["max_body_bytes"][:2] == ["size, at least 1KiB and at most 48MiB", '`"8MiB"`']
-    assert rows()["gpu"]["kv_bytes"][:2] == ["size", '`"512MiB"`']
+    assert rows()["gpu"]["kv_bytes"][:2] == ['size or `"auto"`', '`"512MiB"`']
 
 
 def read_default(shown: str) -> Any:
