@@ -275,8 +275,8 @@ class Epoch:
         if self.host is None or not program.has_work:
             return stages, {}
         reports = self.host.finish()
-        busiest = max(reports, key=lambda pool: reports[pool].compute_ns)
-        recorder.take_cpu_events(reports[busiest].events, busiest)
+        for pool, report in reports.items():
+            recorder.take_cpu_events(report.events, pool)
         recorder.mark(TraceKind.REPORT)
         return stages, reports
 

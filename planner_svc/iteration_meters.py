@@ -1,9 +1,10 @@
 """What becomes of iterations: metrics; spans where a request in one is sampled; and now and then layer by layer."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from opentelemetry.trace import NonRecordingSpan, SpanContext, use_span
 
@@ -178,28 +179,36 @@ class LayerMeters:
 
     def observe(self, trace: IterationTrace, device: str) -> None:
         """On "cuda" the executor's steps are launches, which say nothing of what they take: those are left out."""
-        cpu = list(trace.events(trace.cpu))
+        services = [list(trace.events(events)) for events in trace.cpu]
         gpu = list(trace.events(trace.gpu)) if device == "cpu" else []
-        for event in (*gpu, *cpu):
+        for event in chain(gpu, *services):
             if event.layer >= 0:
                 self._steps.of(event.kind.name.lower()).observe(event.duration_ns / 1e9)
-        for direction, hop_ns in hops(gpu, cpu):
+        for direction, hop_ns in hops(gpu, services):
             self._hops.of(direction).observe(hop_ns / 1e9)
 
 
-def hops(gpu: list[TraceEvent], cpu: list[TraceEvent]) -> list[tuple[str, int]]:
-    """(direction, ns) of each layer's hops, "to_cpu" and "to_gpu", where the receiving side waited for it already."""
-    by_place = {(event.kind, event.layer, event.sub_batch): event for event in (*gpu, *cpu)}
-    found = []
-    for attended in cpu:
-        if attended.kind is not TraceKind.CPU_ATTEND:
-            continue
-        place = attended.layer, attended.sub_batch
-        submitted = by_place.get((TraceKind.SUBMIT, *place))
-        waited = by_place.get((TraceKind.CPU_WAIT, *place))
-        if submitted and waited and waited.start_ns < submitted.end_ns:
-            found.append(("to_cpu", max(0, attended.start_ns - submitted.end_ns)))
-        taken = by_place.get((TraceKind.WAIT, *place))
-        if taken and taken.start_ns < attended.end_ns:
-            found.append(("to_gpu", max(0, taken.end_ns - attended.end_ns)))
+def hops(gpu: Iterable[TraceEvent], services: Iterable[Iterable[TraceEvent]]) -> list[tuple[str, int]]:
+    """(direction, ns) of each layer's hops, "to_cpu" and "to_gpu", where the receiving side waited for it already.
+
+    `services`: events of each CPU attention service. The executor goes on when the last of them has come to an end.
+    """
+    of_gpu = {(event.kind, event.layer, event.sub_batch): event for event in gpu}
+    found: list[tuple[str, int]] = []
+    ends_ns: dict[tuple[int, int], int] = {}
+    for events in services:
+        waits = {}
+        for event in events:
+            place = event.layer, event.sub_batch
+            if event.kind is TraceKind.CPU_WAIT:
+                waits[place] = event
+            elif event.kind is TraceKind.CPU_ATTEND:
+                submitted, waited = of_gpu.get((TraceKind.SUBMIT, *place)), waits.get(place)
+                if submitted and waited and waited.start_ns < submitted.end_ns:
+                    found.append(("to_cpu", max(0, event.start_ns - submitted.end_ns)))
+                ends_ns[place] = max(event.end_ns, ends_ns.get(place, 0))
+    for place, end_ns in ends_ns.items():
+        taken = of_gpu.get((TraceKind.WAIT, *place))
+        if taken and taken.start_ns < end_ns:
+            found.append(("to_gpu", max(0, taken.end_ns - end_ns)))
     return found
