@@ -43,6 +43,7 @@ from svc_common.plan import (
     IterationResult,
     PoolWork,
     PromptLogprobs,
+    ServiceWork,
     SubBatch,
     Timings,
     TokenLogprobs,
@@ -119,6 +120,8 @@ class Epoch:
         self._cohort_steps = CohortSteps(self.table, decoder.spec.num_layers)
         self._resting: tuple[Batch, torch.Tensor] | None = None
         """A cohort between two parts of its step, with its hidden states."""
+        self._cpu_start_ns = 0
+        """The CPU attention services were told of the latest iteration."""
 
     def profiler(self) -> Profiler:
         """Measures on this epoch's caches; before the first plan only, as it writes into blocks."""
@@ -188,6 +191,12 @@ class Epoch:
             gpu_attended_tokens=sum(batch.gpu_attended_tokens for batch in done),
             cpu_attended_tokens=sum(batch.cpu_attended_tokens for batch in done),
             pool_work=self._pool_work(done, reports),
+            services=tuple(
+                [
+                    ServiceWork(pool, self._cpu_start_ns, report.compute_ns, report.wait_ns)
+                    for pool, report in reports.items()
+                ]
+            ),
         )
 
     def _pool_work(self, done: list[Batch], reports: dict[int, Report]) -> tuple[PoolWork, ...]:
@@ -249,6 +258,7 @@ class Epoch:
         if self.host is not None:
             layers = part.layers if part else None
             passing = [work for _, work in program.passing]
+            self._cpu_start_ns = time.perf_counter_ns()
             used = self.table.pool_blocks_used
             self.host.begin(program.cpu_work, used, recorder.is_on, layers, passing, program.in_turn)
         recorder.describe(at_work, program)

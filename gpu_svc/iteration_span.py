@@ -1,10 +1,11 @@
-"""The executor's part of an iteration, as a child of the planner's span."""
+"""The executor's part of an iteration, a child of the planner's span; below it that of each CPU attention service."""
 
 import time
 
 from opentelemetry.trace import SpanContext, SpanKind
 
 from svc_common.plan import IterationResult
+from svc_common.telemetry import instruments
 from svc_common.telemetry.noted_spans import NotedSpan, NoteSpan, SpanForm, new_context
 
 _FORM = SpanForm(
@@ -22,6 +23,14 @@ _FORM = SpanForm(
 )
 
 
+_OF_SERVICE = SpanForm(
+    "attend",
+    SpanKind.SERVER,
+    (("neoflex.pool", int), ("neoflex.busy_s", float), ("neoflex.wait_s", float)),
+    instruments.CPU_ATTN,
+)
+
+
 def note(note_span: NoteSpan, parent: SpanContext, result: IterationResult) -> None:
     """To be called when the result has just been sent: nothing waits for this any more."""
     end_ns = time.time_ns()
@@ -36,5 +45,11 @@ def note(note_span: NoteSpan, parent: SpanContext, result: IterationResult) -> N
         result.cpu_attended_tokens,
     )
     error = result.error.value if result.error else ""
-    times = end_ns - timings.total_ns, end_ns
-    note_span(NotedSpan(_FORM, new_context(parent), parent, *times, values, (), error, result.error_message))
+    times, context = (end_ns - timings.total_ns, end_ns), new_context(parent)
+    note_span(NotedSpan(_FORM, context, parent, *times, values, (), error, result.error_message))
+    offset_ns = end_ns - time.perf_counter_ns()
+    for service in result.services:
+        start_ns = service.start_ns + offset_ns
+        times = start_ns, start_ns + service.busy_ns + service.wait_ns
+        reported = service.pool, service.busy_ns / 1e9, service.wait_ns / 1e9
+        note_span(NotedSpan(_OF_SERVICE, new_context(context), context, *times, reported))

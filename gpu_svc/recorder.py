@@ -7,7 +7,6 @@ On cuda these are times of launches; times of execution need events on the strea
 import time
 from array import array
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 from torch import Tensor
@@ -131,21 +130,21 @@ class Recorder(NullRecorder):
     def _cpu_trace(self, pool: int) -> TraceEvents:
         """Two of each event of that worker's: waiting, then computing."""
         events = [WorkEvent.of(*event) for event in self._cpu_events[pool]]
-        kinds = {EventKind.ATTENTION: TraceKind.CPU_ATTEND, EventKind.LAYER: TraceKind.CPU_LAYER}
-        of_kind = {
+        kind_of = {EventKind.ATTENTION: TraceKind.CPU_ATTEND, EventKind.LAYER: TraceKind.CPU_LAYER}
+        batches_of = {
             EventKind.ATTENTION: self._program.attended_in(pool),
             EventKind.LAYER: [index for index, _ in self._program.passing],
         }
-        columns = [
-            (kind, event.layer, of_kind[event.kind][event.index], start_ns - self._start_ns, end_ns - start_ns)
+        rows = [
+            (kind, event.layer, batches_of[event.kind][event.index], start_ns - self._start_ns, end_ns - start_ns)
             for event in events
             for kind, start_ns, end_ns in (
                 (TraceKind.CPU_WAIT, event.waiting_ns, event.start_ns),
-                (kinds[event.kind], event.start_ns, event.end_ns),
+                (kind_of[event.kind], event.start_ns, event.end_ns),
             )
         ]
-        found = TraceEvents(*zip(*columns, strict=True)) if columns else TraceEvents()
-        return replace(found, pool=pool)
+        kinds, layers, sub_batches, offsets_ns, durations_ns = (tuple([row[i] for row in rows]) for i in range(5))
+        return TraceEvents(kinds, layers, sub_batches, offsets_ns, durations_ns, pool)
 
 
 class _RecordedStage(Stage):

@@ -203,6 +203,18 @@ class PoolWork:
     """Those of a cohort when its step ends."""
 
 
+@dataclass(frozen=True, slots=True)
+class ServiceWork:
+    """When a CPU attention service had work in an iteration."""
+
+    pool: int
+    start_ns: int
+    """It was told of the iteration; CLOCK_MONOTONIC."""
+    busy_ns: int
+    wait_ns: int
+    """For submits, meanwhile."""
+
+
 class ExecutionError(Enum):
     CPU_ATTENTION_LOST = "cpu_attention_lost"
     STALE = "stale"
@@ -233,6 +245,8 @@ class IterationResult:
     cpu_attended_tokens: int = 0
     pool_work: tuple[PoolWork, ...] = ()
     """By host pool, where there are several."""
+    services: tuple[ServiceWork, ...] = ()
+    """Of CPU attention services that had work; stay with the executor."""
     error: ExecutionError | None = None
     error_message: str = ""
     trace: "IterationTrace | None" = None

@@ -22,6 +22,8 @@ class SpanForm:
     kind: SpanKind = SpanKind.INTERNAL
     attributes: tuple[tuple[str, type[Value]], ...] = ()
     """Names, and of what type each value is."""
+    service: str = ""
+    """Whose spans these are; empty for the service that notes them."""
 
 
 class NotedSpan(NamedTuple):

@@ -6,7 +6,7 @@ from typing import Any
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from opentelemetry.proto.trace.v1.trace_pb2 import ScopeSpans, Span, SpanFlags, Status
+from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, SpanFlags, Status
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
@@ -16,6 +16,7 @@ from svc_common.telemetry.noted_spans import NotedSpan, SpanForm
 
 _MAX_LINKS = 128
 """As the SDK has it, which keeps the last."""
+_OF_PROCESS = {"service.instance.id", "process.pid"}
 _KINDS = {SpanKind.INTERNAL: Span.SPAN_KIND_INTERNAL, SpanKind.SERVER: Span.SPAN_KIND_SERVER}
 
 
@@ -24,24 +25,41 @@ class SpanEncoder:
 
     def __init__(self, resource: Resource, scope: str) -> None:
         """Of whom all spans are, and the name of what makes them."""
-        # The encoder has no public way to encode these two but as parts of a span's.
-        made_by = InstrumentationScope(scope)
-        nothing = ReadableSpan("", INVALID_SPAN_CONTEXT, resource=resource, instrumentation_scope=made_by)
-        [self._envelope] = encode_spans([nothing]).resource_spans
-        del self._envelope.scope_spans[0].spans[:]
+        self._resource, self._scope = resource, scope
+        self._envelopes: dict[str, ResourceSpans] = {}
+        """Without spans, by service."""
         self._templates: dict[SpanForm, bytes] = {}
         self._links: tuple[tuple[SpanContext, ...], bytes] = ((), b"")
         """The latest, and what is encoded of them."""
 
     def request(self, spans: Sequence[ReadableSpan | NotedSpan]) -> ExportTraceServiceRequest:
-        noted = [span for span in spans if isinstance(span, NotedSpan)]
         request = encode_spans([span for span in spans if isinstance(span, ReadableSpan)])
-        if noted:
-            group = request.resource_spans.add()
-            group.CopyFrom(self._envelope)
-            for span in noted:
-                self._add(group.scope_spans[0], span)
+        groups: dict[str, ScopeSpans] = {}
+        for span in spans:
+            if isinstance(span, NotedSpan):
+                service = span.form.service
+                if service not in groups:
+                    of_service = request.resource_spans.add()
+                    of_service.CopyFrom(self._envelope(service))
+                    groups[service] = of_service.scope_spans[0]
+                self._add(groups[service], span)
         return request
+
+    def _envelope(self, service: str) -> ResourceSpans:
+        """Of another service all is said but which process it is: that is not known here."""
+        envelope = self._envelopes.get(service)
+        if envelope is None:
+            attributes = dict(self._resource.attributes)
+            if service:
+                attributes = {key: attributes[key] for key in attributes if key not in _OF_PROCESS}
+                attributes["service.name"] = service
+            # The encoder has no public way to encode a resource but as part of a span's.
+            resource, scope = Resource(attributes, self._resource.schema_url), InstrumentationScope(self._scope)
+            nothing = ReadableSpan("", INVALID_SPAN_CONTEXT, resource=resource, instrumentation_scope=scope)
+            [envelope] = encode_spans([nothing]).resource_spans
+            del envelope.scope_spans[0].spans[:]
+            self._envelopes[service] = envelope
+        return envelope
 
     def _add(self, group: ScopeSpans, noted: NotedSpan) -> None:
         """Protobuf reads one message after another as one: what is the same in many spans is encoded once."""

@@ -28,7 +28,7 @@ from opentelemetry.trace import (
 )
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from support.metrics_page import PAGE, metrics_table, replaced
-from support.otlp import OtlpReceiver, otlp_receiver
+from support.otlp import OtlpReceiver, attributes_of, otlp_receiver
 
 from svc_common.config import ConfigError, TelemetryConfig, parse
 from svc_common.telemetry import exporters, instruments
@@ -228,6 +228,17 @@ def test_noted_spans_are_encoded_as_the_sdk_s(parent: SpanContext | None, num_li
     [span] = wanted.resource_spans[0].scope_spans[0].spans
     span.trace_id, span.span_id = context.trace_id.to_bytes(16, "big"), context.span_id.to_bytes(8, "big")
     assert encoder.request([noted]) == wanted
+
+
+def test_spans_of_another_service() -> None:
+    form = SpanForm("attend", SpanKind.SERVER, (), "cpu_attn_svc")
+    spans = [NotedSpan(of, new_context(), None, 1, 2) for of in (form, SpanForm("execute"), form)]
+    resource = {"service.name": "gpu_svc", "host.name": "h", "process.pid": 7, "service.instance.id": "i"}
+    sent = SpanEncoder(Resource(resource), "neoflex").request(spans).resource_spans
+    found = {group.scope_spans[0].spans[0].name: attributes_of(group.resource.attributes) for group in sent}
+    assert found == {"execute": resource, "attend": {"service.name": "cpu_attn_svc", "host.name": "h"}}
+    assert [len(group.scope_spans[0].spans) for group in sent] == [2, 1]
+    assert {group.scope_spans[0].scope.name for group in sent} == {"neoflex"}
 
 
 def test_noted_spans_go_with_the_tracer_s() -> None:
