@@ -4,8 +4,7 @@ real one, down to what each block holds."""
 from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass, field
-from functools import cache
-from itertools import accumulate, islice
+from itertools import accumulate
 
 from planner_svc.estimator import DecodePoint, Estimator, LinearPoint, OperationTables, PrefillPoint, TableEstimator
 from planner_svc.scheduler import Capacity, ModePolicy, Scheduler, SequenceRequest, TokenEvent
@@ -51,12 +50,9 @@ POSSIBLE_MODES: dict[str, set[Mode]] = {
 
 def token_after(prompt: tuple[int, ...], index: int) -> int:
     """The token number `index` that the fabricated model generates for a prompt."""
-    return (_weight(prompt) + 11 * index * index + len(prompt)) % NUM_TOKEN_IDS
-
-
-@cache
-def _weight(prompt: tuple[int, ...]) -> int:
-    return sum((place + 3) * token for place, token in enumerate(prompt))
+    return (sum((place + 3) * token for place, token in enumerate(prompt)) + 11 * index * index + len(prompt)) % (
+        NUM_TOKEN_IDS
+    )
 
 
 def expected_tokens(prompt: tuple[int, ...], max_new_tokens: int, end_token_ids: frozenset[int]) -> list[int]:
@@ -95,10 +91,6 @@ def make_estimator(
     )
 
 
-Cell = int
-"""The KV of one token. It depends on that and on all before it: equal numbers stand for equal prefixes."""
-
-
 @dataclass
 class Known:
     """A sequence as the executor holds it."""
@@ -110,8 +102,9 @@ class Known:
     blocks: list[int]
     num_logprobs: int
     computed: int = 0
-    cells: list[Cell] = field(default_factory=list)
-    """What the KV of the first tokens is."""
+
+
+Cell = tuple[int, ...]  # the KV of one token: it depends on that and on all before it
 
 
 @dataclass
@@ -133,21 +126,6 @@ class FakeExecutor:
     times_shared: int = 0
     step: CohortStep | None = None
     """The latest part of a cohort's step under way."""
-    prefixes: dict[tuple[Cell, int], Cell] = field(default_factory=dict)
-    """By the cell of all tokens but the last, and the last."""
-    pool_ends: list[int] = field(default_factory=list)
-    """First block after each host pool."""
-
-    def __post_init__(self) -> None:
-        self.pool_ends = [*accumulate(self.capacity.host_pools)]
-
-    def _cells(self, known: Known, num_tokens: int) -> list[Cell]:
-        """Of at least so many of its tokens."""
-        cells = known.cells
-        for token in known.tokens[len(cells) : num_tokens]:
-            prefix = (cells[-1] if cells else 0), token
-            cells.append(self.prefixes.setdefault(prefix, len(self.prefixes) + 1))
-        return cells
 
     def run(self, plan: IterationPlan, total_ns: int = 1_000_000) -> IterationResult:
         """Checks and performs a plan, in the order the contract gives."""
@@ -262,7 +240,7 @@ class FakeExecutor:
 
     def pool_of(self, block: int) -> int:
         """The host pool that a block lies in."""
-        return bisect_right(self.pool_ends, block)
+        return bisect_right([*accumulate(self.capacity.host_pools)], block)
 
     def blocks_used(self, tier: Tier) -> int:
         return len(self._owners(tier))
@@ -362,13 +340,14 @@ class FakeExecutor:
         block, offset = divmod(position, self.capacity.block_tokens)
         assert block < len(known.blocks), "no block for this token"
         assert (known.tier, known.blocks[block]) not in self.shared, "writes into a shared block"
-        self.kv[known.tier, known.blocks[block], offset] = self._cells(known, position + 1)[position]
+        self.kv[known.tier, known.blocks[block], offset] = tuple(known.tokens[: position + 1])
 
     def _attend(self, known: Known) -> None:
         """Reads all KV of a sequence: a block reused too early, or copied wrongly, shows here."""
-        places = ((known.tier, block, offset) for block in known.blocks for offset in range(self.capacity.block_tokens))
-        read = [self.kv.get(place) for place in islice(places, known.computed)]
-        assert read == self._cells(known, known.computed)[: known.computed]
+        for position in range(known.computed):
+            block, offset = divmod(position, self.capacity.block_tokens)
+            cell = self.kv.get((known.tier, known.blocks[block], offset))
+            assert cell == tuple(known.tokens[: position + 1])
 
     def _sample(self, sequence_id: int, known: Known) -> tuple[int, int]:
         prompt = tuple(known.tokens[: len(known.tokens) - known.num_generated])
