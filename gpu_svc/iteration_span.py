@@ -33,8 +33,9 @@ _OF_SERVICE = SpanForm(
 
 def note(note_span: NoteSpan, parent: SpanContext, result: IterationResult) -> None:
     """To be called when the result has just been sent: nothing waits for this any more."""
-    end_ns = time.time_ns()
     timings = result.timings
+    offset_ns = time.time_ns() - time.perf_counter_ns()
+    start_ns = offset_ns + (timings.start_ns or time.perf_counter_ns())
     values = (
         result.epoch,
         result.iteration,
@@ -45,9 +46,8 @@ def note(note_span: NoteSpan, parent: SpanContext, result: IterationResult) -> N
         result.cpu_attended_tokens,
     )
     error = result.error.value if result.error else ""
-    times, context = (end_ns - timings.total_ns, end_ns), new_context(parent)
+    times, context = (start_ns, start_ns + timings.total_ns), new_context(parent)
     note_span(NotedSpan(_FORM, context, parent, *times, values, (), error, result.error_message))
-    offset_ns = end_ns - time.perf_counter_ns()
     for service in result.services:
         start_ns = service.start_ns + offset_ns
         times = start_ns, start_ns + service.busy_ns + service.wait_ns

@@ -192,6 +192,8 @@ class Timings:
     prompt_logprobs_ns: int = 0
     weight_wait_ns: int = 0
     weight_bytes: int = 0
+    start_ns: int = 0
+    """CLOCK_MONOTONIC; stays with the executor. 0 where nothing was computed."""
 
 
 @dataclass(frozen=True, slots=True)
