@@ -120,7 +120,7 @@ def main() -> None:
 
 def _figures(trace: IterationTrace) -> dict[str, object]:
     kinds: dict[str, int] = {}
-    for event in (*trace.events(trace.gpu), *trace.events(trace.cpu)):
+    for event in trace.events(trace.gpu, *trace.cpu):
         kinds[event.kind.name] = kinds.get(event.kind.name, 0) + event.duration_ns
     return {
         "iteration": trace.iteration,

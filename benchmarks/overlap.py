@@ -71,7 +71,7 @@ class Sides:
 def of_layers(trace: IterationTrace) -> list[Sides]:
     """Each layer but the last: from sub-batch 0's start in it, or the cohort's, to the same in the next one."""
     paced_by = COHORT if trace.mode is Mode.DECOUPLED else 0
-    gpu, cpu = ([e for e in trace.events(of) if not e.kind.is_bubble] for of in (trace.gpu, trace.cpu))
+    gpu, cpu = ([e for e in trace.events(*of) if not e.kind.is_bubble] for of in ((trace.gpu,), trace.cpu))
     starts = [e.start_ns for e in gpu if e.kind is TraceKind.PRE_ATTENTION and e.sub_batch == paced_by]
     return [
         Sides((end - start) / 1e9, *(_busy_s(side, start, end) for side in (gpu, cpu)))

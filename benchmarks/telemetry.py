@@ -1,11 +1,13 @@
-"""What telemetry costs: the same load on three stacks that run side by side and take turns, round after round.
+"""What telemetry costs: the same load on stacks that run side by side and take turns, round after round.
 
     off         nothing is told
     prometheus  each service's /metrics is scraped every five seconds
     otlp        every request and iteration traced, with metrics and logs, to a receiver on this machine
+    otlp 0.1    the same, with a tenth of the requests traced
 
 Requests come by HTTP, so that all services have a part. The receiver reads nothing of what it is sent: what a collector
-does with it is not ours.
+does with it is not ours. A stack may export during another one's turn; the CPU time of its services, in all rounds,
+has that too.
 
     python benchmarks/telemetry.py [--concurrency 8] [--tokens 32] [--rounds 20] [--publish]
 """
@@ -18,10 +20,12 @@ import threading
 import urllib.request
 from collections.abc import Iterator
 from concurrent import futures
-from contextlib import ExitStack, contextmanager
+from contextlib import AsyncExitStack, ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
+import psutil
 from gateway import PROMPT_TOKENS, HttpFace, tokens_per_s
 from real_stack import running
 from results import Row, arguments, publish
@@ -29,7 +33,7 @@ from results import Row, arguments, publish
 from neoflex.supervisor import LocalStack
 
 _SCRAPE_S = 5.0
-SYSTEMS = ("off", "prometheus", "otlp")
+SYSTEMS = ("off", "prometheus", "otlp", "otlp 0.1")
 
 
 class _Sink(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in the type stubs only
@@ -76,26 +80,45 @@ def scraped(stack: LocalStack) -> Iterator[None]:
     thread.join()
 
 
-async def in_turns(stacks: list[LocalStack], concurrency: int, num_tokens: int, rounds: int) -> list[list[float]]:
-    """Tokens per second of each stack in each round, after one that does not count; each round begins with another."""
-    figures: list[list[float]] = [[] for _ in stacks]
-    async with HttpFace(stacks[0]) as off, HttpFace(stacks[1]) as prometheus, HttpFace(stacks[2]) as otlp:
-        faces = [off, prometheus, otlp]
-        for number in range(rounds + 1):
+@dataclass(frozen=True)
+class Figures:
+    """Of one stack."""
+
+    tokens_per_s: list[float]
+    """By round."""
+    cpu_s: float
+    """Of all its services, in all rounds."""
+
+
+async def in_turns(stacks: list[LocalStack], concurrency: int, num_tokens: int, rounds: int) -> list[Figures]:
+    """After a round that does not count; each begins with another stack."""
+    rates: list[list[float]] = [[] for _ in stacks]
+    async with AsyncExitStack() as opened:
+        faces = [await opened.enter_async_context(HttpFace(stack)) for stack in stacks]
+        for face in faces:
+            await tokens_per_s(face, concurrency, num_tokens)
+        before_s = list(map(cpu_seconds, stacks))
+        for number in range(rounds):
             for place in range(len(faces)):
                 which = (number + place) % len(faces)
-                rate = await tokens_per_s(faces[which], concurrency, num_tokens)
-                if number:
-                    figures[which].append(rate)
-    return figures
+                rates[which].append(await tokens_per_s(faces[which], concurrency, num_tokens))
+        used_s = [cpu_seconds(stack) - before for stack, before in zip(stacks, before_s, strict=True)]
+    return list(map(Figures, rates, used_s))
 
 
-def measure(args: argparse.Namespace) -> tuple[list[list[float]], int]:
+def cpu_seconds(stack: LocalStack) -> float:
+    """That its services have used so far."""
+    times = [psutil.Process(pid).cpu_times() for pid in stack.pids.values()]
+    return sum(time.user + time.system for time in times)
+
+
+def measure(args: argparse.Namespace) -> tuple[list[Figures], int]:
     longest = PROMPT_TOKENS + args.tokens
     kv_tokens = args.concurrency * (longest + 16)
     with ExitStack() as opened:
         endpoint, sink = opened.enter_context(collector())
-        options: list[dict[str, object]] = [{}, {}, {"otlp_endpoint": endpoint}]
+        otlp: dict[str, object] = {"otlp_endpoint": endpoint}
+        options: list[dict[str, object]] = [{}, {}, otlp, {**otlp, "traces_sample_ratio": 0.1}]
         stacks = [
             opened.enter_context(
                 running(
@@ -126,14 +149,18 @@ def main() -> None:
     figures, num_bytes = measure(args)
     off, *told = figures
     rows = []
-    for system, rates in zip(SYSTEMS[1:], told, strict=True):
+    for system, one in zip(SYSTEMS[1:], told, strict=True):
         # Round by round, as the machine's own pace changes from one to the next.
-        ratio = statistics.median(one / other for one, other in zip(rates, off, strict=True))
-        detail = f"{statistics.median(rates):.0f} / {statistics.median(off):.0f} tokens/s"
+        ratio = statistics.median(rate / other for rate, other in zip(one.tokens_per_s, off.tokens_per_s, strict=True))
+        detail = f"{statistics.median(one.tokens_per_s):.0f} / {statistics.median(off.tokens_per_s):.0f} tokens/s"
         rows.append(Row(system, ratio, f"{system} / off, tokens/s", 0.98, detail=detail))
+    for system, one in zip(SYSTEMS[1:], told, strict=True):
+        detail = f"{one.cpu_s:.1f} / {off.cpu_s:.1f} s"
+        rows.append(Row(f"{system}, CPU time", one.cpu_s / off.cpu_s, f"{system} / off", None, detail=detail))
     text = (
         f"smollm2-135m-instruct, {args.concurrency} streams of {args.tokens} tokens by HTTP; medians of {args.rounds} "
-        f"rounds in turns. otlp: every request and iteration traced, {num_bytes / 1e6:.1f} MB in all."
+        f"rounds in turns. otlp: every request and iteration traced; 0.1: a tenth of the requests, and the iterations "
+        f"with one of these; {num_bytes / 1e6:.1f} MB in all. CPU time: of all services of a stack, in all rounds."
     )
     publish("telemetry", "What telemetry costs", "make bench-telemetry", text, rows, args.publish)
 

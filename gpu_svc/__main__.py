@@ -192,7 +192,7 @@ async def _serve(config: Config, telemetry: Telemetry, door: Door, tls: TlsFiles
         service_name = executor_pb2.DESCRIPTOR.services_by_name["ExecutorService"].full_name
         server = GrpcServer(config.gpu.listen, [service_name], door)
         addresses = [service.listen for service in config.cpu_attn_services]
-        servicer = ExecutorServicer(None, thread, addresses, tls, telemetry.tracer)
+        servicer = ExecutorServicer(None, thread, addresses, tls, telemetry.note_span)
         observe_executor(telemetry.meters, lambda: servicer.loaded)
         telemetry.start_metrics(config.gpu.metrics_listen, "gpu.metrics_listen")
         server.register(executor_pb2_grpc.add_ExecutorServiceServicer_to_server, servicer)

@@ -38,6 +38,7 @@ from svc_common.plan import (
     IterationResult,
     PoolWork,
     PromptLogprobs,
+    ServiceWork,
     SubBatch,
     Timings,
     TokenLogprobs,
@@ -182,6 +183,12 @@ class Epoch:
             gpu_attended_tokens=sum(batch.gpu_attended_tokens for batch in done.batches),
             cpu_attended_tokens=sum(batch.cpu_attended_tokens for batch in done.batches),
             pool_work=self._pool_work(done.batches, done.reports),
+            services=tuple(
+                [
+                    ServiceWork(pool, self._forward.cpu_start_ns, report.compute_ns, report.wait_ns)
+                    for pool, report in done.reports.items()
+                ]
+            ),
         )
 
     def _prepare(self, plan: IterationPlan, recorder: NullRecorder) -> Callable[[], Done]:

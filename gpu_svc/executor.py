@@ -262,7 +262,7 @@ class Executor:
         idle_ns, self._last_end_ns = start_ns - self._last_end_ns, end_ns
         return replace(
             result,
-            timings=replace(result.timings, total_ns=end_ns - start_ns, idle_ns=idle_ns),
+            timings=replace(result.timings, total_ns=end_ns - start_ns, idle_ns=idle_ns, start_ns=start_ns),
             trace=self._trace(plan, start_ns, end_ns) if plan.trace else None,
         )
 

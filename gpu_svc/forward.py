@@ -1,5 +1,6 @@
 """Takes an iteration's batches through the layers: eagerly, or by replaying what was captured."""
 
+import time
 from dataclasses import dataclass
 
 import torch
@@ -82,6 +83,8 @@ class Forward:
         self._cohort_steps = cohort_steps
         self.resting: tuple[Batch, Tensor] | None = None
         """A cohort between two parts of its step, with its hidden states."""
+        self.cpu_start_ns = 0
+        """The CPU attention services were told of the latest iteration."""
 
     def run(self, batches: list[Batch], part: CohortPart | None, recorder: NullRecorder) -> Done:
         """Eagerly. Raises PlaneError when the host tier is lost."""
@@ -127,6 +130,7 @@ class Forward:
             layers = part.layers if part else None
             passing = [work for _, work in program.passing]
             used = self._table.pool_blocks_used
+            self.cpu_start_ns = time.perf_counter_ns()
             self._host.begin(program.cpu_work, used, recorder.is_on, layers, passing, program.in_turn)
         recorder.describe(at_work, program)
         return program
@@ -136,7 +140,7 @@ class Forward:
         if self._host is None or not program.has_work:
             return {}
         reports = self._host.finish()
-        busiest = max(reports, key=lambda pool: reports[pool].compute_ns)
-        recorder.take_cpu_events(reports[busiest].events, busiest)
+        for pool, report in reports.items():
+            recorder.take_cpu_events(report.events, pool)
         recorder.mark(TraceKind.REPORT)
         return reports

@@ -11,7 +11,8 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor as ThreadExecutor
 from functools import partial
 
-from opentelemetry.context import attach, detach
+from opentelemetry.context import Context, attach, detach
+from opentelemetry.trace import SpanContext, get_current_span
 
 from gpu_svc.executor import Executor
 from gpu_svc.limits import InvalidPlanError
@@ -39,8 +40,8 @@ class PlanRunner:
         self._results: asyncio.Queue[IterationResult | Exception | None] = asyncio.Queue()
         self._num_pending = 0
         self._is_complete = False
-        self._traceparents: dict[int, str] = {}
-        """Of plans that are traced, by iteration, until their results are sent."""
+        self._parents: dict[int, SpanContext] = {}
+        """The planner's spans of plans that are traced, by iteration, until their results are sent."""
         self.running: tuple[IterationPlan, float] | None = None
         """The plan that runs and since when, by time.monotonic()."""
 
@@ -50,8 +51,6 @@ class PlanRunner:
             async for request in requests:
                 await self._room.acquire()
                 self._num_pending += 1
-                if request.plan.traceparent:
-                    self._traceparents[request.plan.iteration] = request.plan.traceparent
                 self._plans.append(self._read(request.plan, time.perf_counter_ns()))
                 self._thread.submit(self._run_next)
         finally:
@@ -70,9 +69,9 @@ class PlanRunner:
             if self._is_complete and not self._num_pending:
                 return
 
-    def traceparent_of(self, result: IterationResult) -> str:
-        """Of the plan that yielded it, asked for once; empty where that is not traced."""
-        return self._traceparents.pop(result.iteration, "")
+    def parent_of(self, result: IterationResult) -> SpanContext | None:
+        """The span of the plan that yielded it, asked for once; None where that is not traced."""
+        return self._parents.pop(result.iteration, None)
 
     def close(self) -> None:
         """Nobody is there for the results: plans that have not begun do not run."""
@@ -80,18 +79,32 @@ class PlanRunner:
 
     def _read(self, message: pb.IterationPlan, received_ns: int) -> Callable[[Begun], IterationResult]:
         """What to do about a plan, on the executor's thread; one that can't be read fails there in its turn."""
+        trace_context = self._trace_context(message)
         try:
             plan = plan_from_pb(message)
         except InvalidPlanError as error:
             text = str(error)
             kind = ExecutionError.INVALID_PLAN
             return lambda begun: self._executor.fail(message.epoch, message.iteration, kind, text)
-        return partial(self._run, plan, received_ns)
+        return partial(self._run, plan, received_ns, trace_context)
 
-    def _run(self, plan: IterationPlan, received_ns: int, begun: Begun) -> IterationResult:
+    def _trace_context(self, message: pb.IterationPlan) -> Context | None:
+        """None where it is not traced."""
+        if not message.traceparent:
+            return None
+        context = parent_of([("traceparent", message.traceparent)])
+        parent = get_current_span(context).get_span_context()
+        if not parent.trace_flags.sampled:
+            return None
+        self._parents[message.iteration] = parent
+        return context
+
+    def _run(
+        self, plan: IterationPlan, received_ns: int, trace_context: Context | None, begun: Begun
+    ) -> IterationResult:
         self.running = plan, time.monotonic()
         # What is logged meanwhile belongs there.
-        token = attach(parent_of([("traceparent", plan.traceparent)])) if plan.traceparent else None
+        token = attach(trace_context) if trace_context is not None else None
         try:
             return self._executor.run(plan, received_ns, begun)
         finally:

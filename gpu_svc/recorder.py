@@ -63,14 +63,15 @@ class Recorder(NullRecorder):
         self._start_ns = 0
         self._batches: Sequence[Batch] = ()
         self._program = _NOTHING
-        self._cpu_events: Sequence[tuple[int, int, int, int]] = ()
-        self._cpu_pool = 0
+        self._cpu_events: dict[int, Sequence[tuple[int, int, int, int]]] = {}
+        """By host pool."""
 
     def begin(self, start_ns: int) -> None:
         """Forgets the iteration before."""
         self._num_events = 0
         self._start_ns = start_ns
-        self._batches = self._cpu_events = ()
+        self._batches = ()
+        self._cpu_events.clear()
         self._program = _NOTHING
 
     def mark(self, kind: TraceKind, layer: int = -1, sub_batch: int = -1) -> None:
@@ -91,7 +92,7 @@ class Recorder(NullRecorder):
         self._batches, self._program = batches, program
 
     def take_cpu_events(self, events: Sequence[tuple[int, int, int, int]], pool: int) -> None:
-        self._cpu_events, self._cpu_pool = events, pool
+        self._cpu_events[pool] = events
 
     def trace(self, plan: IterationPlan, end_ns: int, copied: Sequence[Copied] = ()) -> IterationTrace:
         """What was noted since `begin`; `copied` are layers that came meanwhile."""
@@ -111,7 +112,7 @@ class Recorder(NullRecorder):
                 tuple(offsets[:-1].tolist()),
                 tuple(np.diff(offsets).tolist()),
             ),
-            cpu=self._cpu_trace(),
+            cpu=tuple(map(self._cpu_trace, self._cpu_events)),
             link=self._link_events(copied, end_ns),
         )
 
@@ -126,23 +127,24 @@ class Recorder(NullRecorder):
             tuple(stop_ns - start_ns for start_ns, stop_ns in inside),
         )
 
-    def _cpu_trace(self) -> TraceEvents:
-        """Two of each event of the worker's: waiting, then computing."""
-        events = [WorkEvent.of(*event) for event in self._cpu_events]
-        kinds = {EventKind.ATTENTION: TraceKind.CPU_ATTEND, EventKind.LAYER: TraceKind.CPU_LAYER}
-        of_kind = {
-            EventKind.ATTENTION: self._program.attended_in(self._cpu_pool),
+    def _cpu_trace(self, pool: int) -> TraceEvents:
+        """Two of each event of that worker's: waiting, then computing."""
+        events = [WorkEvent.of(*event) for event in self._cpu_events[pool]]
+        kind_of = {EventKind.ATTENTION: TraceKind.CPU_ATTEND, EventKind.LAYER: TraceKind.CPU_LAYER}
+        batches_of = {
+            EventKind.ATTENTION: self._program.attended_in(pool),
             EventKind.LAYER: [index for index, _ in self._program.passing],
         }
-        columns = [
-            (kind, event.layer, of_kind[event.kind][event.index], start_ns - self._start_ns, end_ns - start_ns)
+        rows = [
+            (kind, event.layer, batches_of[event.kind][event.index], start_ns - self._start_ns, end_ns - start_ns)
             for event in events
             for kind, start_ns, end_ns in (
                 (TraceKind.CPU_WAIT, event.waiting_ns, event.start_ns),
-                (kinds[event.kind], event.start_ns, event.end_ns),
+                (kind_of[event.kind], event.start_ns, event.end_ns),
             )
         ]
-        return TraceEvents(*zip(*columns, strict=True)) if columns else TraceEvents()
+        kinds, layers, sub_batches, offsets_ns, durations_ns = (tuple([row[i] for row in rows]) for i in range(5))
+        return TraceEvents(kinds, layers, sub_batches, offsets_ns, durations_ns, pool)
 
 
 class _RecordedStage(Stage):

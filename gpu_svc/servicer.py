@@ -10,7 +10,6 @@ from concurrent.futures import Executor as ThreadExecutor
 from typing import Any, TypeVar
 
 import grpc
-from opentelemetry.trace import NoOpTracer, Tracer
 
 from gpu_svc import iteration_span
 from gpu_svc.cpu_attention_client import attach_host_tier, region_shape
@@ -37,6 +36,7 @@ from svc_common.plan import IterationPlan
 from svc_common.plan_text import plan_text
 from svc_common.policy import ExecutionPolicy
 from svc_common.security.tls import TlsFiles
+from svc_common.telemetry.noted_spans import NoteSpan, nobody
 from svc_common.tensor_plane import PlaneError
 
 # One runs and one waits; a planner that sends more is held back by the stream.
@@ -57,14 +57,14 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         thread: ThreadExecutor,
         cpu_attention_addresses: Sequence[str],
         tls: TlsFiles | None = None,
-        tracer: Tracer | None = None,
+        note_span: NoteSpan = nobody,
     ) -> None:
         """`thread` has one worker, the only one to touch `executor`. Addresses: of all CPU attention services, and
         `tls` to call them with.
 
         Without an executor all calls are answered UNAVAILABLE until `take` brings one.
         """
-        self._tracer = tracer or NoOpTracer()
+        self._note_span = note_span
         self._taken = executor
         self._thread = thread
         self._cpu_attention_addresses = tuple(cpu_attention_addresses)
@@ -256,8 +256,8 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         try:
             async for result in runner.results():
                 yield pb.ExecuteResponse(result=result_to_pb(result))
-                if traceparent := runner.traceparent_of(result):
-                    iteration_span.record(self._tracer, traceparent, result)
+                if parent := runner.parent_of(result):
+                    iteration_span.note(self._note_span, parent, result)
             await reader
         finally:
             reader.cancel()

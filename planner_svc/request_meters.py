@@ -19,7 +19,7 @@ class RequestMeters:
     def __init__(self, telemetry: Telemetry, face: Face, class_names: Iterable[str]) -> None:
         meters = telemetry.meters
         names = sorted(class_names)
-        self._tracer = telemetry.tracer
+        self._tracer, self._note_span = telemetry.tracer, telemetry.note_span
         self._captures_content = telemetry.config.capture_content
         self._face = face
         self._duration = meters.histogram(instruments.REQUEST_DURATION)
@@ -44,7 +44,13 @@ class RequestMeters:
     def begin(self, operation: str, metadata: Iterable[tuple[str, str | bytes]] | None, arrival_ns: int) -> RequestSpan:
         """A request is at the door."""
         return RequestSpan(
-            self._tracer, self._face, operation, metadata or (), arrival_ns, captures_content=self._captures_content
+            self._tracer,
+            self._face,
+            operation,
+            metadata or (),
+            arrival_ns,
+            captures_content=self._captures_content,
+            note_span=self._note_span,
         )
 
     def refused(self, span: RequestSpan, reason: str, arrival_ns: int) -> None:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from opentelemetry.context import Context, attach
-from opentelemetry.trace import Link, SpanKind, Status, StatusCode, Tracer, set_span_in_context
+from opentelemetry.trace import SpanKind, Status, StatusCode, Tracer, set_span_in_context
 
 from svc_common.model.chat_template import Turn
+from svc_common.telemetry.noted_spans import NotedSpan, NoteSpan, SpanForm, new_context, nobody
 from svc_common.telemetry.propagation import parent_of
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 PROVIDER = "neoflex"
 _MAX_INT = 2**63 - 1
 """OTLP knows no larger one; a caller's seed may be."""
+_QUEUE, _PREFILL, _DECODE = SpanForm("queue"), SpanForm("prefill"), SpanForm("decode")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +52,12 @@ class RequestSpan:
         arrival_ns: int,
         *,
         captures_content: bool = False,
+        note_span: NoteSpan = nobody,
     ) -> None:
-        """`operation` is "chat" or "text_completion"; `metadata` is the call's, with its trace context."""
+        """`operation` is "chat" or "text_completion"; `metadata` is the call's, with its trace context. `note_span`
+        takes the phases."""
         self.operation = operation
-        self._tracer = tracer
+        self._note_span = note_span
         self._offset_ns = time.time_ns() - time.monotonic_ns()
         self._arrival_ns = arrival_ns
         attributes: dict[str, str | int] = {
@@ -75,8 +79,8 @@ class RequestSpan:
         self.is_sampled = self._span.is_recording()
         self.captures_content = captures_content and self.is_sampled
         """Whether it is to have the prompt's and the answer's text."""
-        self.link = Link(self._span.get_span_context()) if self.is_sampled else None
-        """For the spans of its iterations."""
+        self.sampled = self._span.get_span_context() if self.is_sampled else None
+        """What the spans of its iterations are linked to."""
 
     def enter(self) -> None:
         """What this call's task logs from here on belongs to the span."""
@@ -153,12 +157,13 @@ class RequestSpan:
 
     def _end_phases(self, marks: "Marks", now_ns: int) -> None:
         """Each ends where the next begins, or with the request."""
-        starts = [("queue", self._arrival_ns), ("prefill", marks.planned_ns), ("decode", marks.first_token_ns)]
-        begun = [(name, start_ns) for name, start_ns in starts if start_ns]
+        assert self.sampled is not None
+        starts = (_QUEUE, self._arrival_ns), (_PREFILL, marks.planned_ns), (_DECODE, marks.first_token_ns)
+        begun = [(form, start_ns) for form, start_ns in starts if start_ns]
         ends = [start_ns for _, start_ns in begun[1:]] + [now_ns]
-        for (name, start_ns), end_ns in zip(begun, ends, strict=True):
-            span = self._tracer.start_span(name, self._context, start_time=start_ns + self._offset_ns)
-            span.end(end_ns + self._offset_ns)
+        for (form, start_ns), end_ns in zip(begun, ends, strict=True):
+            times = start_ns + self._offset_ns, end_ns + self._offset_ns
+            self._note_span(NotedSpan(form, new_context(self.sampled), self.sampled, *times))
 
 
 def _parts(text: str) -> list[dict[str, str]]:

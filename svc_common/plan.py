@@ -192,6 +192,8 @@ class Timings:
     prompt_logprobs_ns: int = 0
     weight_wait_ns: int = 0
     weight_bytes: int = 0
+    start_ns: int = 0
+    """CLOCK_MONOTONIC; stays with the executor. 0 where nothing was computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +203,18 @@ class PoolWork:
     attention_ns: int = 0
     attended_tokens: int = 0
     """Those of a cohort when its step ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceWork:
+    """When a CPU attention service had work in an iteration."""
+
+    pool: int
+    start_ns: int
+    """It was told of the iteration; CLOCK_MONOTONIC."""
+    busy_ns: int
+    wait_ns: int
+    """For submits, meanwhile."""
 
 
 class ExecutionError(Enum):
@@ -233,6 +247,8 @@ class IterationResult:
     cpu_attended_tokens: int = 0
     pool_work: tuple[PoolWork, ...] = ()
     """By host pool, where there are several."""
+    services: tuple[ServiceWork, ...] = ()
+    """Of CPU attention services that had work; stay with the executor."""
     error: ExecutionError | None = None
     error_message: str = ""
     trace: "IterationTrace | None" = None

@@ -72,6 +72,8 @@ class TraceEvents:
     offsets_ns: tuple[int, ...] = ()
     """After the iteration's start."""
     durations_ns: tuple[int, ...] = ()
+    pool: int = 0
+    """The host pool whose CPU attention service this is."""
 
     def __len__(self) -> int:
         return len(self.kinds)
@@ -99,8 +101,8 @@ class IterationTrace:
     """A cohort last."""
     gpu: TraceEvents = TraceEvents()
     """One after another without a gap."""
-    cpu: TraceEvents = TraceEvents()
-    """One after another; none where the CPU attention service had nothing to attend."""
+    cpu: tuple[TraceEvents, ...] = ()
+    """Of each CPU attention service that had something to do, by pool; one after another in each."""
     link: TraceEvents = TraceEvents()
     """Weights on their way to the device, one layer after another."""
     predicted_ns: int = 0
@@ -110,9 +112,10 @@ class IterationTrace:
     def end_ns(self) -> int:
         return self.start_ns + self.duration_ns
 
-    def events(self, of: TraceEvents) -> Iterator[TraceEvent]:
-        """The columns of either process as events. Raises ValueError where they don't match or name no known kind."""
-        columns = (of.kinds, of.layers, of.sub_batches, of.offsets_ns, of.durations_ns)
-        for kind, layer, sub_batch, offset_ns, duration_ns in zip(*columns, strict=True):
-            start_ns = self.start_ns + offset_ns
-            yield TraceEvent(TraceKind(kind), layer, sub_batch, start_ns, start_ns + duration_ns)
+    def events(self, *processes: TraceEvents) -> Iterator[TraceEvent]:
+        """Columns as events. Raises ValueError where they don't match or name no known kind."""
+        for of in processes:
+            columns = (of.kinds, of.layers, of.sub_batches, of.offsets_ns, of.durations_ns)
+            for kind, layer, sub_batch, offset_ns, duration_ns in zip(*columns, strict=True):
+                start_ns = self.start_ns + offset_ns
+                yield TraceEvent(TraceKind(kind), layer, sub_batch, start_ns, start_ns + duration_ns)

@@ -31,7 +31,7 @@ def trace_to_message(trace: IterationTrace) -> pb.IterationTrace:
             for batch in trace.sub_batches
         ],
         gpu=_events_to_message(trace.gpu),
-        cpu=_events_to_message(trace.cpu),
+        cpu=map(_events_to_message, trace.cpu),
         link=_events_to_message(trace.link),
         predicted_ns=trace.predicted_ns,
     )
@@ -44,6 +44,7 @@ def _events_to_message(events: TraceEvents) -> pb.TraceEvents:
         sub_batches=events.sub_batches,
         offsets_ns=events.offsets_ns,
         durations_ns=events.durations_ns,
+        pool=events.pool,
     )
 
 
@@ -64,7 +65,7 @@ def trace_from_message(message: pb.IterationTrace) -> IterationTrace:
             for batch in message.sub_batches
         ),
         gpu=_events_from_message(message.gpu),
-        cpu=_events_from_message(message.cpu),
+        cpu=tuple(map(_events_from_message, message.cpu)),
         link=_events_from_message(message.link),
         predicted_ns=message.predicted_ns,
     )
@@ -77,4 +78,5 @@ def _events_from_message(events: pb.TraceEvents) -> TraceEvents:
         tuple(events.sub_batches),
         tuple(events.offsets_ns),
         tuple(events.durations_ns),
+        events.pool,
     )

@@ -41,12 +41,13 @@ def described(trace: pb.IterationTrace) -> dict[str, Any]:
         # Waits are where nothing is drawn.
         "gpu": [segment for segment in gpu if segment[0] not in (_WAIT, _COPY)],
         "links": [segment for segment in gpu if segment[0] == _COPY],
-        "cpu": [segment for segment in _joined(trace.cpu) if segment[0] != _WAIT],
+        # A row for each service.
+        "cpu": [[segment for segment in _joined(events) if segment[0] != _WAIT] for events in trace.cpu],
     }
 
 
 def num_events(trace: pb.IterationTrace) -> int:
-    return len(trace.gpu.kinds) + len(trace.cpu.kinds)
+    return sum(len(events.kinds) for events in (trace.gpu, *trace.cpu))
 
 
 def _joined(events: pb.TraceEvents) -> Iterator[Segment]:

@@ -161,8 +161,9 @@ def _table(summary: Summary) -> Table:
     table.add_row("gpu_svc busy", f"{summary.gpu_busy_share:.1%}")
     table.add_row("gpu_svc waiting for the CPU or for weights", f"{summary.gpu_bubble_share:.1%}")
     table.add_row("gpu_svc without a plan", f"{summary.idle_share:.1%}")
-    table.add_row("cpu_attn_svc busy", f"{summary.cpu_busy_share:.1%}")
-    table.add_row("cpu_attn_svc waiting for a submit", f"{summary.cpu_bubble_share:.1%}")
+    for name, (busy, waiting) in summary.services.items():
+        table.add_row(f"{name} busy", f"{busy:.1%}")
+        table.add_row(f"{name} waiting for a submit", f"{waiting:.1%}")
     table.add_row("both busy at once", f"{summary.both_busy_share:.1%}")
     table.add_row("neither busy", f"{summary.neither_busy_share:.1%}", end_section=True)
     table.add_row("a layer's hop, median", f"{summary.hop_p50_ns / 1e3:.0f} µs")
@@ -180,5 +181,6 @@ def _table(summary: Summary) -> Table:
 
 
 def _describe(times: IterationTimes) -> str:
-    total, gpu, cpu = (ns / 1e6 for ns in (times.total_ns, times.gpu_busy_ns, times.cpu_busy_ns))
-    return f"{total:.1f} ms: gpu_svc {gpu:.1f},\ncpu_attn_svc {cpu:.1f}"
+    total, gpu = times.total_ns / 1e6, times.gpu_busy_ns / 1e6
+    cpu = " and ".join(f"{service.busy_ns / 1e6:.1f}" for service in times.services.values()) or "0.0"
+    return f"{total:.1f} ms: gpu_svc {gpu:.1f},\ncpu_attn_svc {cpu}"

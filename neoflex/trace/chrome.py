@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
+from neoflex.trace.services import service_names
 from svc_common.trace import COHORT, IterationTrace, TraceEvent, TraceKind, batch_name
 
 NAMES = {
@@ -25,14 +26,9 @@ NAMES = {
     TraceKind.WEIGHT_WAIT: "wait for weights",
     TraceKind.WEIGHT_COPY: "weights",
 }
-GPU_PID, CPU_PID, LINK_PID = 1, 2, 3
+GPU_PID, CPU_PID, LINK_PID = 1, 2, 1000
+"""The second is of the first host pool's service; the others' follow. By these the lanes are sorted."""
 _ITERATIONS, _STEPS = 1, 2
-_LANES = (
-    (GPU_PID, "gpu_svc", _ITERATIONS, "iterations"),
-    (GPU_PID, "gpu_svc", _STEPS, "steps"),
-    (CPU_PID, "cpu_attn_svc", _STEPS, "steps"),
-)
-_LINK_LANE = (LINK_PID, "link", _STEPS, "weights")
 
 
 def to_chrome(traces: Sequence[IterationTrace]) -> dict[str, Any]:
@@ -51,7 +47,10 @@ def to_chrome(traces: Sequence[IterationTrace]) -> dict[str, Any]:
 
 def _metadata(traces: Sequence[IterationTrace]) -> Iterator[dict[str, Any]]:
     """The link has a lane where weights crossed it."""
-    lanes = (*_LANES, _LINK_LANE) if any(len(trace.link) for trace in traces) else _LANES
+    lanes = [(GPU_PID, "gpu_svc", _ITERATIONS, "iterations"), (GPU_PID, "gpu_svc", _STEPS, "steps")]
+    lanes += [(CPU_PID + pool, name, _STEPS, "steps") for pool, name in service_names(traces).items()]
+    if any(len(trace.link) for trace in traces):
+        lanes.append((LINK_PID, "link", _STEPS, "weights"))
     for pid, process, tid, lane in lanes:
         yield {"ph": "M", "name": "process_name", "pid": pid, "tid": tid, "args": {"name": process}}
         yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": pid}}
@@ -86,7 +85,8 @@ def _iteration(trace: IterationTrace, base_ns: int) -> Iterator[dict[str, Any]]:
     }
     name = f"{trace.iteration}: {trace.mode.value}"
     yield _complete(name, (GPU_PID, _ITERATIONS), trace.start_ns - base_ns, trace.duration_ns, arguments)
-    for pid, events in ((GPU_PID, trace.gpu), (CPU_PID, trace.cpu), (LINK_PID, trace.link)):
+    services = ((CPU_PID + events.pool, events) for events in trace.cpu)
+    for pid, events in ((GPU_PID, trace.gpu), *services, (LINK_PID, trace.link)):
         for event in trace.events(events):
             lane, where = (pid, _STEPS), _arguments(trace, event)
             yield _complete(NAMES[event.kind], lane, event.start_ns - base_ns, event.duration_ns, where)

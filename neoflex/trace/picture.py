@@ -1,18 +1,20 @@
 """Draws traces: some iterations in a row, and a few layers of one of them, each side a lane."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from neoflex.trace.services import service_names
 from neoflex.trace.summary import Summary
 from svc_common.trace import COHORT, IterationTrace, TraceEvent, TraceEvents, TraceKind, batch_name
 
 _MAX_ITERATIONS = 5
 _NUM_LAYERS = 3
-_GPU_LANE, _CPU_LANE, _LINK_LANE = 1.0, 0.0, -1.0
+_GPU_LANE = 1.0
 _LANE_HEIGHT = 0.72
 _LINEAR, _ATTENTION, _BESIDE, _BUBBLE = 0, 1, 2, 3
 # By sub-batch: linear operations and attention.
@@ -57,8 +59,8 @@ def draw(traces: Sequence[IterationTrace], summary: Summary, path: Path) -> None
     figure.suptitle(_title(summary), x=0.01, ha="left", fontsize=11)
     first = max(0, min(middle - _MAX_ITERATIONS // 2, len(traces) - _MAX_ITERATIONS))
     drawn = traces[first : first + _MAX_ITERATIONS]
-    _draw_iterations(top, drawn)
-    _draw_layers(bottom, traces[middle])
+    _draw_iterations(top, drawn, Lanes.of(drawn))
+    _draw_layers(bottom, traces[middle], Lanes.of([traces[middle]]))
     shown = {batch.index for trace in drawn for batch in trace.sub_batches}
     figure.legend(handles=_legend(sorted(shown)), loc="outside lower center", ncols=6, frameon=False, fontsize=9)
     figure.savefig(path, format="png")
@@ -86,10 +88,36 @@ def _representative(traces: Sequence[IterationTrace]) -> int:
     return sorted(chosen, key=lambda i: traces[i].duration_ns)[len(chosen) // 2]
 
 
-def _draw_iterations(axes: Axes, traces: Sequence[IterationTrace]) -> None:
+@dataclass(frozen=True)
+class Lanes:
+    """Where each process's bars lie: one below the other, the link lowest."""
+
+    has_link: bool
+    services: dict[int, str]
+    """Names by host pool."""
+
+    @classmethod
+    def of(cls, traces: Sequence[IterationTrace]) -> "Lanes":
+        return cls(any(len(trace.link) for trace in traces), service_names(traces))
+
+    def by_name(self) -> dict[str, float]:
+        names = ["gpu_svc", *self.services.values(), *(["link"] if self.has_link else [])]
+        return {name: _GPU_LANE - place for place, name in enumerate(names)}
+
+    def filled(self, trace: IterationTrace) -> Iterator[tuple[float, TraceEvents]]:
+        """Those of one iteration, with what is in them."""
+        places = self.by_name()
+        yield places["gpu_svc"], trace.gpu
+        for events in trace.cpu:
+            yield places[self.services[events.pool]], events
+        if self.has_link:
+            yield places["link"], trace.link
+
+
+def _draw_iterations(axes: Axes, traces: Sequence[IterationTrace], lanes: Lanes) -> None:
     base_ns = traces[0].start_ns
     for trace in traces:
-        for lane, events in _lanes(trace):
+        for lane, events in lanes.filled(trace):
             for event in trace.events(events):
                 _bar(axes, lane, event, base_ns)
         for edge_ns in (trace.start_ns, trace.end_ns):
@@ -97,11 +125,7 @@ def _draw_iterations(axes: Axes, traces: Sequence[IterationTrace]) -> None:
         middle_ms = (trace.start_ns + trace.duration_ns / 2 - base_ns) / 1e6
         axes.text(middle_ms, 1.46, _describe(trace), ha="center", va="bottom", fontsize=8)
     axes.set_xlim(0, (traces[-1].end_ns - base_ns) / 1e6)
-    _finish(axes, "ms", any(len(trace.link) for trace in traces))
-
-
-def _lanes(trace: IterationTrace) -> tuple[tuple[float, TraceEvents], ...]:
-    return (_GPU_LANE, trace.gpu), (_CPU_LANE, trace.cpu), (_LINK_LANE, trace.link)
+    _finish(axes, "ms", lanes.by_name())
 
 
 def _describe(trace: IterationTrace) -> str:
@@ -112,7 +136,7 @@ def _describe(trace: IterationTrace) -> str:
     return "\n".join(lines)
 
 
-def _draw_layers(axes: Axes, trace: IterationTrace) -> None:
+def _draw_layers(axes: Axes, trace: IterationTrace, lanes: Lanes) -> None:
     """Layers from the middle of the iteration, with names on the bars that have room for them."""
     # A cohort's layers are others than those of the batch beside it.
     alone = all(batch.index == COHORT for batch in trace.sub_batches)
@@ -123,7 +147,7 @@ def _draw_layers(axes: Axes, trace: IterationTrace) -> None:
     shown = layers[first : first + _NUM_LAYERS]
     steps = [event for event in in_layers if event.layer in shown] or on_gpu
     start_ns, end_ns = steps[0].start_ns, steps[-1].end_ns
-    for lane, events in _lanes(trace):
+    for lane, events in lanes.filled(trace):
         for event in trace.events(events):
             if event.end_ns > start_ns and event.start_ns < end_ns:
                 _bar(axes, lane, event, start_ns)
@@ -131,7 +155,7 @@ def _draw_layers(axes: Axes, trace: IterationTrace) -> None:
     axes.set_xlim(0, (end_ns - start_ns) / 1e6)
     which = f"layers {shown[0]} to {shown[-1]} of {layers[0]} to {layers[-1]}" if shown else "no layers"
     axes.set_title(f"iteration {trace.iteration}, {which}; numbers on the bars are layers", loc="left", fontsize=10)
-    _finish(axes, "ms", len(trace.link) > 0)
+    _finish(axes, "ms", lanes.by_name())
 
 
 def _bar(axes: Axes, lane: float, event: TraceEvent, base_ns: int) -> None:
@@ -178,8 +202,7 @@ def _label(axes: Axes, lane: float, event: TraceEvent, start_ns: int, end_ns: in
     )
 
 
-def _finish(axes: Axes, unit: str, has_link: bool) -> None:
-    lanes = {"gpu_svc": _GPU_LANE, "cpu_attn_svc": _CPU_LANE} | ({"link": _LINK_LANE} if has_link else {})
+def _finish(axes: Axes, unit: str, lanes: Mapping[str, float]) -> None:
     axes.set_yticks(list(lanes.values()), list(lanes))
     axes.set_ylim(min(lanes.values()) - 0.45, 1.45)
     axes.set_xlabel(unit, fontsize=9)

@@ -4,8 +4,9 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 
+from neoflex.trace.services import service_names
 from svc_common.plan import Mode
 from svc_common.trace import IterationTrace, TraceEvent, TraceKind
 
@@ -18,55 +19,86 @@ class IterationTimes:
     gpu_busy_ns: int
     """Of the executor's thread: all but its waits."""
     cpu_busy_ns: int
-    """The CPU attention service attended."""
+    """At least one CPU attention service computed."""
     both_busy_ns: int
+    """While the executor was busy, too."""
     gpu_bubble_ns: int
     """The executor waited for the CPU, or for weights."""
-    cpu_bubble_ns: int
-    """The CPU attention service waited for a submit, from its first wait to its last attention."""
+    services: dict[int, "ServiceTimes"]
+    """Of each CPU attention service that had something to do, by host pool."""
     hops_ns: tuple[int, ...]
     """For each layer and sub-batch, or cohort, that went to the CPU, see `hop_ns`."""
 
-    @property
-    def longer_side_ns(self) -> int:
-        return max(self.gpu_busy_ns, self.cpu_busy_ns)
+
+@dataclass(frozen=True, slots=True)
+class ServiceTimes:
+    busy_ns: int
+    bubble_ns: int
+    """It waited for a submit, from its first wait to its last attention."""
 
 
 def times_of(trace: IterationTrace) -> IterationTimes:
-    gpu, cpu = list(trace.events(trace.gpu)), list(trace.events(trace.cpu))
-    gpu_bubble_ns = sum(event.duration_ns for event in gpu if event.kind.is_bubble)
+    gpu = list(trace.events(trace.gpu))
+    by_pool = {events.pool: list(trace.events(events)) for events in trace.cpu}
+    gpu_bubble_ns = _bubble_ns(gpu)
+    busy, cpu_busy = _busy(gpu), _busy(chain(*by_pool.values()))
     return IterationTimes(
         total_ns=trace.duration_ns,
         gpu_busy_ns=trace.duration_ns - gpu_bubble_ns,
-        cpu_busy_ns=sum(event.duration_ns for event in cpu if not event.kind.is_bubble),
-        both_busy_ns=_both_busy_ns(gpu, cpu),
+        cpu_busy_ns=sum(end_ns - start_ns for start_ns, end_ns in cpu_busy),
+        both_busy_ns=_common_ns(busy, cpu_busy),
         gpu_bubble_ns=gpu_bubble_ns,
-        cpu_bubble_ns=sum(event.duration_ns for event in cpu if event.kind.is_bubble),
-        hops_ns=_hops_ns(gpu, cpu),
+        services={
+            pool: ServiceTimes(sum(end_ns - start_ns for start_ns, end_ns in _busy(events)), _bubble_ns(events))
+            for pool, events in by_pool.items()
+        },
+        hops_ns=_hops_ns(gpu, by_pool.values()),
     )
 
 
-def _both_busy_ns(gpu: Sequence[TraceEvent], cpu: Sequence[TraceEvent]) -> int:
-    """Both lists are in order of time and free of overlaps."""
-    left, right = ([event for event in side if not event.kind.is_bubble] for side in (gpu, cpu))
+def _bubble_ns(events: Iterable[TraceEvent]) -> int:
+    return sum(event.duration_ns for event in events if event.kind.is_bubble)
+
+
+def _busy(events: Iterable[TraceEvent]) -> list[tuple[int, int]]:
+    """Start and end of the times in which at least one lasts that is no bubble; in order and free of overlaps."""
+    merged: list[tuple[int, int]] = []
+    for start_ns, end_ns in sorted((event.start_ns, event.end_ns) for event in events if not event.kind.is_bubble):
+        if merged and start_ns <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end_ns)
+        else:
+            merged.append((start_ns, end_ns))
+    return merged
+
+
+def _common_ns(left: Sequence[tuple[int, int]], right: Sequence[tuple[int, int]]) -> int:
+    """Of two results of `_busy`."""
     total_ns = i = j = 0
     while i < len(left) and j < len(right):
-        total_ns += max(0, min(left[i].end_ns, right[j].end_ns) - max(left[i].start_ns, right[j].start_ns))
-        if left[i].end_ns < right[j].end_ns:
+        total_ns += max(0, min(left[i][1], right[j][1]) - max(left[i][0], right[j][0]))
+        if left[i][1] < right[j][1]:
             i += 1
         else:
             j += 1
     return total_ns
 
 
-def _hops_ns(gpu: Iterable[TraceEvent], cpu: Iterable[TraceEvent]) -> tuple[int, ...]:
-    by_place = {(event.kind, event.layer, event.sub_batch): event for event in (*gpu, *cpu)}
-    hops = []
-    for kind, layer, sub_batch in by_place:
-        if kind is TraceKind.CPU_ATTEND:
-            kinds = (TraceKind.SUBMIT, TraceKind.CPU_WAIT, TraceKind.CPU_ATTEND, TraceKind.WAIT)
-            hops.append(hop_ns(*(by_place[each, layer, sub_batch] for each in kinds)))
-    return tuple(hops)
+def _hops_ns(gpu: Iterable[TraceEvent], services: Iterable[Iterable[TraceEvent]]) -> tuple[int, ...]:
+    """Of several services that attend for one sub-batch, by the one that comes to its end last: all wait for that."""
+    of_gpu = {(event.kind, event.layer, event.sub_batch): event for event in gpu}
+    last: dict[tuple[int, int], tuple[TraceEvent, TraceEvent]] = {}
+    for events in services:
+        waits = {}
+        for event in events:
+            place = event.layer, event.sub_batch
+            if event.kind is TraceKind.CPU_WAIT:
+                waits[place] = event
+            elif event.kind is TraceKind.CPU_ATTEND and (place not in last or last[place][1].end_ns < event.end_ns):
+                last[place] = waits[place], event
+    return tuple(
+        hop_ns(of_gpu[TraceKind.SUBMIT, *place], *attended, of_gpu[TraceKind.WAIT, *place])
+        for place, attended in last.items()
+    )
 
 
 def hop_ns(submit: TraceEvent, cpu_wait: TraceEvent, attend: TraceEvent, wait: TraceEvent) -> int:
@@ -95,7 +127,9 @@ class Summary:
     gpu_busy_share: float
     gpu_bubble_share: float
     cpu_busy_share: float
-    cpu_bubble_share: float
+    """At least one CPU attention service computed."""
+    services: dict[str, tuple[float, float]]
+    """Shares of each CPU attention service by its name: busy, and waiting for a submit."""
     both_busy_share: float
     hop_p50_ns: float
     hop_share: float
@@ -140,7 +174,7 @@ def summarize(traces: Sequence[IterationTrace]) -> Summary:
         gpu_busy_share=sum(each.gpu_busy_ns for each in times) / wall_ns,
         gpu_bubble_share=sum(each.gpu_bubble_ns for each in times) / wall_ns,
         cpu_busy_share=sum(each.cpu_busy_ns for each in times) / wall_ns,
-        cpu_bubble_share=sum(each.cpu_bubble_ns for each in times) / wall_ns,
+        services={name: _shares(times, pool, wall_ns) for pool, name in service_names(traces).items()},
         both_busy_share=sum(each.both_busy_ns for each in times) / wall_ns,
         hop_p50_ns=statistics.median(hops) if hops else 0.0,
         hop_share=sum(hops) / wall_ns,
@@ -152,3 +186,8 @@ def summarize(traces: Sequence[IterationTrace]) -> Summary:
         predicted_share=sum(trace.predicted_ns for trace in predicted)
         / max(1, sum(trace.duration_ns for trace in predicted)),
     )
+
+
+def _shares(times: Iterable[IterationTimes], pool: int, wall_ns: int) -> tuple[float, float]:
+    found = [each.services[pool] for each in times if pool in each.services]
+    return sum(each.busy_ns for each in found) / wall_ns, sum(each.bubble_ns for each in found) / wall_ns

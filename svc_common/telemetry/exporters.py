@@ -14,17 +14,18 @@ import grpc
 from opentelemetry._logs import Logger
 from opentelemetry.exporter.otlp.proto.grpc._log_exporter import OTLPLogExporter
 from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
-from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk._logs import LoggerProvider
 from opentelemetry.sdk._logs.export import BatchLogRecordProcessor
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
 from opentelemetry.trace import Tracer
 
 from svc_common.config import ConfigError, TelemetryConfig
 from svc_common.telemetry.metrics import SCOPE
-from svc_common.telemetry.tracing import LinkedSampler
+from svc_common.telemetry.noted_spans import NotedSpan
+from svc_common.telemetry.span_exporter import SpanEncoder, SpanExporter
 
 _TIMEOUT_S = 5
 """Of one export, retries included."""
@@ -44,18 +45,23 @@ class Exporters:
         options = _options(config)
         interval_ms = config.export_interval_s * 1e3
         self.metrics = OTLPMetricExporter(**options)
-        spans, logs = OTLPSpanExporter(**options), OTLPLogExporter(**options)
+        spans, logs = SpanExporter(SpanEncoder(resource, SCOPE), **options), OTLPLogExporter(**options)
         self._exporters = (self.metrics, spans, logs)
-        self._tracers = TracerProvider(LinkedSampler(config.traces_sample_ratio), resource, shutdown_on_exit=False)
-        self._tracers.add_span_processor(
-            BatchSpanProcessor(spans, max_queue_size=_MAX_QUEUED, schedule_delay_millis=interval_ms)
-        )
+        # As the caller sampled; of requests whose caller has not decided it a share.
+        sampler = ParentBasedTraceIdRatio(config.traces_sample_ratio)
+        self._tracers = TracerProvider(sampler, resource, shutdown_on_exit=False)
+        self._spans = BatchSpanProcessor(spans, max_queue_size=_MAX_QUEUED, schedule_delay_millis=interval_ms)
+        self._tracers.add_span_processor(self._spans)
         self._loggers = LoggerProvider(resource, shutdown_on_exit=False)
         self._loggers.add_log_record_processor(
             BatchLogRecordProcessor(logs, max_queue_size=_MAX_QUEUED, schedule_delay_millis=interval_ms)
         )
         self.tracer: Tracer = self._tracers.get_tracer(SCOPE)
         self.logger: Logger = self._loggers.get_logger(SCOPE)
+
+    def note_span(self, span: NotedSpan) -> None:
+        """It is sent with those of the tracer."""
+        self._spans.on_end(span)  # type: ignore[arg-type]  # All it asks a span for is its context.
 
     def close(self, limit_s: float, *more: Callable[[], None]) -> None:
         """Sends what waits, beside whatever else is to end; what has not gone within `limit_s` is lost."""

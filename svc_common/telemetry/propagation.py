@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from opentelemetry.context import Context
-from opentelemetry.trace import Span, set_span_in_context
+from opentelemetry.trace import Span, SpanContext, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 _PROPAGATOR = TraceContextTextMapPropagator()
@@ -23,7 +23,6 @@ def headers_of(span: Span) -> tuple[tuple[str, str], ...]:
     return tuple(carrier.items())
 
 
-def traceparent_of(span: Span) -> str:
+def traceparent_of(context: SpanContext) -> str:
     """Empty where it is not sampled."""
-    context = span.get_span_context()
     return f"00-{context.trace_id:032x}-{context.span_id:016x}-01" if context.trace_flags.sampled else ""

@@ -14,6 +14,7 @@ from opentelemetry.util.types import AnyValue
 
 from svc_common.config import ConfigError, TelemetryConfig
 from svc_common.telemetry.meters import Meters
+from svc_common.telemetry.noted_spans import NoteSpan, nobody
 from svc_common.telemetry.process_meters import observe_process
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class Telemetry:
         self.meters = Meters(service)
         observe_process(self.meters)
         self.tracer: Tracer = NoOpTracer()
+        self.note_span: NoteSpan = nobody
         self._exporters: Exporters | None = None
         self._handler: logging.Handler | None = None
         self._provider: MeterProvider | None = None
@@ -125,7 +127,7 @@ class Telemetry:
         from svc_common.telemetry.log_records import OtlpHandler
 
         self._exporters = Exporters(self.config, self._resource)
-        self.tracer = self._exporters.tracer
+        self.tracer, self.note_span = self._exporters.tracer, self._exporters.note_span
         self._handler = OtlpHandler(self._exporters.logger)
         logging.getLogger().addHandler(self._handler)
         logger.info("traces, metrics and logs go to %s", self.config.otlp_endpoint or "the collector")

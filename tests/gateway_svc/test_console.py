@@ -132,7 +132,7 @@ async def test_iterations_with_what_each_lane_did(http: httpx2.AsyncClient, fake
                 ["linear", -1, 84, 16],
             ],
             "links": [["copy", 1, 20, 2], ["copy", 0, 30, 2]],
-            "cpu": [["attention", 1, 25, 17], ["attention", 0, 42, 22]],
+            "cpu": [[["attention", 1, 25, 17], ["attention", 0, 42, 22]]],
         }
     ]
 

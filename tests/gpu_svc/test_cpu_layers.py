@@ -253,7 +253,7 @@ def test_both_processors_work_at_once(checkpoint: GetFiles, make_layers_driver: 
     work = SubBatch((PrefillChunk(6, 0, 69),), gpu_decodes=(1,), cpu_decodes=(2,))
     trace = driver.run(work, new_sequences=(new,), trace=True).trace
     assert trace is not None
-    gpu, cpu = list(trace.events(trace.gpu)), list(trace.events(trace.cpu))
+    gpu, cpu = list(trace.events(trace.gpu)), list(trace.events(*trace.cpu))
     work_of_cpu = [(event.kind, event.layer) for event in cpu if event.kind is not TraceKind.CPU_WAIT]
     assert work_of_cpu == [(TraceKind.CPU_LAYER, 0), (TraceKind.CPU_LAYER, 1), (TraceKind.CPU_ATTEND, 2)]
     prompts = [event for event in gpu if event.kind is TraceKind.RUN_PROMPTS]

@@ -83,15 +83,21 @@ def test_swaps_go_to_the_pool_that_owns_the_blocks(driver: Driver, reference: Ge
     assert_reference_tokens(reference("llama"), driver)
 
 
-def test_a_trace_shows_the_busiest_service(driver: Driver) -> None:
+def test_a_trace_shows_each_service(driver: Driver) -> None:
     """The first pool has work of the first sub-batch only, the second of the second."""
     result = driver.run(SubBatch(cpu_decodes=(1, 3)), SubBatch(cpu_decodes=(5, 2, 4)), trace=True)
-    times_ns = [work.attention_ns for work in result.pool_work]
-    assert result.trace is not None
-    attended = [event for event in result.trace.events(result.trace.cpu) if event.kind is TraceKind.CPU_ATTEND]
-    assert [(event.layer, event.sub_batch) for event in attended] == [
-        (layer, times_ns.index(max(times_ns))) for layer in range(3)
-    ]
+    trace = result.trace
+    assert trace is not None
+    own = {events.pool: list(trace.events(events)) for events in trace.cpu}
+    attended = {pool: [event for event in own[pool] if event.kind is TraceKind.CPU_ATTEND] for pool in own}
+    batches = {pool: {event.sub_batch for event in events} for pool, events in attended.items()}
+    assert batches == {0: {0}, 1: {1}}
+    for pool, events in attended.items():
+        assert [event.layer for event in events] == [0, 1, 2]
+        assert sum(event.duration_ns for event in events) == result.pool_work[pool].attention_ns
+    alone = driver.run(SubBatch(cpu_decodes=(1, 3)), trace=True).trace
+    assert alone is not None
+    assert [events.pool for events in alone.cpu] == [0]
 
 
 def test_blocks_of_two_pools_are_refused(driver: Driver) -> None:

@@ -56,7 +56,7 @@ def test_two_sub_batches(driver: Driver) -> None:
     assert (trace.epoch, trace.iteration) == (result.epoch, result.iteration)
     assert trace.duration_ns == result.timings.total_ns
     assert trace.sub_batches == (TracedSubBatch(0, 9, 2, 1, 32), TracedSubBatch(1, 0, 0, 1, 24))
-    gpu, cpu = (list(trace.events(events)) for events in (trace.gpu, trace.cpu))
+    gpu, cpu = list(trace.events(trace.gpu)), list(trace.events(*trace.cpu))
 
     assert gpu[0].start_ns == trace.start_ns
     assert all(after.start_ns == before.end_ns for before, after in itertools.pairwise(gpu))
@@ -99,9 +99,10 @@ def test_one_batch_and_the_next_iteration(driver: Driver) -> None:
     assert [(e.kind, e.layer) for e in trace.events(trace.gpu) if e.layer >= 0] == [
         (kind, layer) for layer in range(NUM_LAYERS) for kind in per_layer
     ]
-    assert len(trace.cpu) == 2 * NUM_LAYERS
+    [on_cpu] = trace.cpu
+    assert len(on_cpu) == 2 * NUM_LAYERS
     gpu_only = trace_of(driver.run(SubBatch(gpu_decodes=(1,)), trace=True))
-    assert len(gpu_only.cpu) == 0
+    assert gpu_only.cpu == ()
     assert TraceKind.REPORT not in gpu_only.gpu.kinds
     released = trace_of(driver.run(released=(1,), trace=True))
     assert {TraceKind(kind) for kind in released.gpu.kinds} == {TraceKind.BOOKKEEPING, TraceKind.SWAP, TraceKind.HEAD}
@@ -127,6 +128,6 @@ def test_a_cohort_beside_a_batch(driver: Driver) -> None:
         *((kind, layer, 0) for layer in (1, 2) for kind in own),
         *cohort(after, 2),
     ]
-    assert [(e.kind, e.layer, e.sub_batch) for e in trace.events(trace.cpu)] == [
+    assert [(e.kind, e.layer, e.sub_batch) for e in trace.events(*trace.cpu)] == [
         (kind, layer, COHORT) for layer in (1, 2) for kind in (TraceKind.CPU_WAIT, TraceKind.CPU_ATTEND)
     ]

@@ -188,12 +188,13 @@ async def test_host_tier_over_the_wire(
         part, ended = await execute(stub, *(plan(epoch, 7 + i, cohort=parts[i], **step) for i in (0, 1)))
     assert not any(result.HasField("trace") for result in results)
     assert (traced.trace.iteration, traced.trace.duration_ns) == (6, traced.timings.total_ns)
-    assert list(traced.trace.cpu.kinds) == 3 * [pb.TRACE_KIND_CPU_WAIT, pb.TRACE_KIND_CPU_ATTEND]
-    assert list(traced.trace.cpu.layers) == [0, 0, 1, 1, 2, 2]
+    [on_cpu] = traced.trace.cpu
+    assert list(on_cpu.kinds) == 3 * [pb.TRACE_KIND_CPU_WAIT, pb.TRACE_KIND_CPU_ATTEND]
+    assert list(on_cpu.layers) == [0, 0, 1, 1, 2, 2]
     assert (list(part.sequence_ids), part.cpu_attended_tokens) == ([], 0)
     assert (list(ended.sequence_ids), ended.cpu_attended_tokens) == ([5], len(PROMPT) + 6)
     assert part.trace.mode == pb.EXECUTION_MODE_DECOUPLED
-    assert [list(result.trace.cpu.layers) for result in (part, ended)] == [[0, 0, 1, 1], [2, 2]]
+    assert [list(result.trace.cpu[0].layers) for result in (part, ended)] == [[0, 0, 1, 1], [2, 2]]
     verdict = Verdict()
     tokens = [result.token_ids[0] for result in (*results, traced, ended)]
     reference("llama").judge(PROMPT, tokens, verdict)

@@ -121,6 +121,15 @@ def test_iterations_are_linked_to_their_requests(answered: str, receiver: OtlpRe
         assert executed.trace_id == span.trace_id
         assert executed.attributes["neoflex.iteration"] == span.attributes["neoflex.iteration"]
         assert span.start_ns <= executed.end_ns
+    attended = receiver.until(lambda: receiver.named(CPU_ATTN, "attend"))
+    executions = {span.span_id: span for span in receiver.named(GPU, "execute")}
+    below = [(span, executions[span.parent_id]) for span in attended if span.parent_id in executions]
+    assert below
+    for span, executed in below:
+        assert span.trace_id == executed.trace_id
+        assert executed.start_ns <= span.start_ns < span.end_ns <= executed.end_ns
+        assert span.attributes["neoflex.pool"] == 0
+        assert 0 < span.attributes["neoflex.busy_s"] <= (span.end_ns - span.start_ns) / 1e9
     together = [span for span in receiver.named(PLANNER, "iteration") if len(span.links) > 1]
     assert any(span.attributes["neoflex.cpu_decodes"] > 1 for span in together), [s.attributes for s in together]
 

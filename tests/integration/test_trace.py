@@ -48,7 +48,7 @@ def test_a_running_stack(start, prompts):
 
 
 def assert_in_order(trace: IterationTrace) -> None:
-    events = [*trace.events(trace.gpu), *trace.events(trace.cpu)]
+    events = list(trace.events(trace.gpu, *trace.cpu))
     found = {(event.kind, event.layer, event.sub_batch): event for event in events if event.layer >= 0}
     for batch in trace.sub_batches:
         for layer in range(NUM_LAYERS):

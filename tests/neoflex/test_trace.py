@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from support.command import Run
 from support.inference import InferenceServer
-from support.traces import decoupled, gpu_only, pipelined
+from support.traces import by_two_services, decoupled, gpu_only, pipelined
 
 from neoflex.cli import trace as command
 from neoflex.trace.chrome import CPU_PID, GPU_PID, LINK_PID, to_chrome
 from neoflex.trace.picture import draw
 from neoflex.trace.record import record
-from neoflex.trace.summary import IterationTimes, summarize, times_of
+from neoflex.trace.summary import IterationTimes, ServiceTimes, summarize, times_of
 from svc_common.plan import Mode
 from svc_common.trace import IterationTrace, TraceEvents, TraceKind
 
@@ -26,7 +26,7 @@ TIMES = IterationTimes(
     cpu_busy_ns=17 + 22,
     both_busy_ns=7 + 15,
     gpu_bubble_ns=13 + 6 + 4,
-    cpu_bubble_ns=20 + 0,
+    services={0: ServiceTimes(17 + 22, 20 + 0)},
     # Copies in, noticed down, noticed up; the second was there before the CPU looked.
     hops_ns=(2 + 3 + 3, 2 + 0 + 2),
 )
@@ -46,7 +46,6 @@ def with_link(trace: IterationTrace) -> IterationTrace:
 class TestSummary:
     def test_one_iteration(self) -> None:
         assert times_of(pipelined(1, 10_000)) == TIMES
-        assert TIMES.longer_side_ns == 77
 
     def test_without_the_cpu(self) -> None:
         times = times_of(gpu_only(1, 5))
@@ -61,7 +60,7 @@ class TestSummary:
         assert summary.gpu_busy_share == pytest.approx((77 + 100 + 3 * 77) / 550)
         assert summary.gpu_bubble_share == pytest.approx((23 + 3 * 23) / 550)
         assert summary.cpu_busy_share == pytest.approx(4 * 39 / 550)
-        assert summary.cpu_bubble_share == pytest.approx(4 * 20 / 550)
+        assert summary.services == {"cpu_attn_svc": pytest.approx((4 * 39 / 550, 4 * 20 / 550))}
         assert summary.both_busy_share == pytest.approx(4 * 22 / 550)
         assert summary.neither_busy_share == pytest.approx((50 + 4 * (100 - 77 - 39 + 22)) / 550)
         assert summary.hop_p50_ns == (8 + 12) / 2  # Of 4, 8, 12, 24.
@@ -76,9 +75,22 @@ class TestSummary:
             cpu_busy_ns=45,
             both_busy_ns=40,
             gpu_bubble_ns=7 + 2,
-            cpu_bubble_ns=12,
+            services={0: ServiceTimes(45, 12)},
             hops_ns=(3 + 2 + 2,),
         )
+
+    def test_two_services(self) -> None:
+        """Executor busy: 0 to 32, 45 to 60, 66 to 80, 84 to 100. Services: 25 to 64 and 26 to 44, 50 to 58."""
+        times = times_of(by_two_services(1, 10_000))
+        assert times.services == {0: ServiceTimes(17 + 22, 20), 2: ServiceTimes(18 + 8, 20 + 6)}
+        assert (times.cpu_busy_ns, times.both_busy_ns) == (64 - 25, 7 + 15)
+        # Of sub-batch 1 by the second service, of 0 by the first.
+        assert times.hops_ns == (2 + (26 - 22) + (45 - 44), 2 + 0 + 2)
+        summary = summarize([by_two_services(1, 10_000), pipelined(2, 10_100)])
+        assert summary.services == {
+            "cpu_attn_svc 0": pytest.approx((78 / 200, 40 / 200)),
+            "cpu_attn_svc 2": pytest.approx((26 / 200, 26 / 200)),
+        }
 
     def test_predictions(self) -> None:
         durations = summarize(three_iterations())
@@ -141,6 +153,14 @@ class TestChrome:
         names = [e["args"]["name"] for e in to_chrome([gpu_only(1, 5)])["traceEvents"] if e["name"] == "process_name"]
         assert names == ["gpu_svc", "gpu_svc", "cpu_attn_svc"]
 
+    def test_each_service_has_a_lane(self) -> None:
+        events = to_chrome([by_two_services(1, 5), gpu_only(2, 500)])["traceEvents"]
+        names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name" and e["pid"] != GPU_PID}
+        assert names == {CPU_PID: "cpu_attn_svc 0", CPU_PID + 2: "cpu_attn_svc 2"}
+        attended = [(e["pid"], e["args"]["sub_batch"], e["ts"]) for e in events if e["name"] == "attend"]
+        first = [(CPU_PID, 1, 0.025), (CPU_PID, 0, 0.042)]
+        assert attended == [*first, (CPU_PID + 2, 1, 0.026), (CPU_PID + 2, 0, 0.050)]
+
     def test_the_link_has_a_lane_where_weights_crossed_it(self) -> None:
         events = to_chrome([with_link(gpu_only(1, 5))])["traceEvents"]
         assert [e["args"]["name"] for e in events if e["name"] == "process_name"][-1] == "link"
@@ -158,6 +178,7 @@ class TestChrome:
         [decoupled(1, 5), pipelined(2, 500)],
         [decoupled(1, 5, with_batch=False)],
         [with_link(gpu_only(1, 5)), pipelined(2, 500)],
+        [gpu_only(1, 5), with_link(by_two_services(2, 500))],
     ],
 )
 def test_a_picture_of_whatever_ran(traces: list[IterationTrace], tmp_path: Path) -> None:
@@ -191,6 +212,14 @@ class TestCommand:
         assert ["gpu_svc busy", "74.2%"] in rows
         assert ["all hops", "8.7%"] in rows
         assert str(output) in ended.err
+
+    def test_a_row_for_each_service(self, run: Run, server: InferenceServer, tmp_path: Path) -> None:
+        server.traces.traces = [by_two_services(1, 10_000)]
+        options = ["--iterations", "1", "--output", str(tmp_path / "out.json")]
+        ended = run("trace", "--address", server.address, *options)
+        rows = [[cell.strip() for cell in line.split("│")[1:3]] for line in ended.out.splitlines() if "│" in line]
+        assert ["cpu_attn_svc 0 busy", "39.0%"] in rows
+        assert ["cpu_attn_svc 2 waiting for a submit", "26.0%"] in rows
 
     def test_an_idle_server(self, run: Run, server: InferenceServer, tmp_path: Path) -> None:
         server.traces.traces = []

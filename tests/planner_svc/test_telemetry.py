@@ -219,4 +219,7 @@ def test_hops_where_the_other_side_waited() -> None:
         event(TraceKind.CPU_ATTEND, 400, 500, layer=1),
     ]
     # Of layer 1 the CPU was busy elsewhere when it was submitted, and the executor came when it was done.
-    assert hops(gpu, cpu) == [("to_cpu", 4), ("to_gpu", 7)]
+    assert hops(gpu, [cpu]) == [("to_cpu", 4), ("to_gpu", 7)]
+    # A second service is later: the executor waited for that one.
+    second = [event(TraceKind.CPU_WAIT, 0, 106), event(TraceKind.CPU_ATTEND, 106, 245)]
+    assert hops(gpu, [cpu, second]) == [("to_cpu", 4), ("to_cpu", 6), ("to_gpu", 5)]

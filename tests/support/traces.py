@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -58,8 +59,18 @@ def pipelined(iteration: int, start_ns: int, unit_ns: int = 1) -> IterationTrace
         duration_ns=100 * unit_ns,
         sub_batches=(TracedSubBatch(0, 7, 3, 1, 40), TracedSubBatch(1, 0, 0, 2, 90)),
         gpu=columns(GPU_STEPS, 0, unit_ns),
-        cpu=columns(CPU_STEPS, CPU_START, unit_ns),
+        cpu=(columns(CPU_STEPS, CPU_START, unit_ns),),
     )
+
+
+SECOND_CPU_STEPS = ((K.CPU_WAIT, 0, 1, 26), (K.CPU_ATTEND, 0, 1, 44), (K.CPU_WAIT, 0, 0, 50), (K.CPU_ATTEND, 0, 0, 58))
+
+
+def by_two_services(iteration: int, start_ns: int) -> IterationTrace:
+    """The same, where a service beside the one of pool 0 attends too; it is later in sub-batch 1, earlier in 0."""
+    trace = pipelined(iteration, start_ns)
+    second = replace(columns(SECOND_CPU_STEPS, CPU_START + 1, 1), pool=2)
+    return replace(trace, cpu=(*trace.cpu, second))
 
 
 def gpu_only(iteration: int, start_ns: int) -> IterationTrace:
@@ -98,7 +109,7 @@ def decoupled(iteration: int, start_ns: int, with_batch: bool = True, unit_ns: i
         100 * unit_ns,
         batches if with_batch else batches[1:],
         columns(steps, 0, unit_ns),
-        columns(DECOUPLED_CPU_STEPS, DECOUPLED_CPU_START, unit_ns),
+        (columns(DECOUPLED_CPU_STEPS, DECOUPLED_CPU_START, unit_ns),),
     )
 
 

@@ -10,18 +10,33 @@ from typing import Any
 import grpc
 import pytest
 from opentelemetry.context import Context
-from opentelemetry.sdk.trace.sampling import Decision
-from opentelemetry.trace import Link, SpanContext, TraceFlags
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import (
+    Link,
+    NonRecordingSpan,
+    SpanContext,
+    SpanKind,
+    Status,
+    StatusCode,
+    TraceFlags,
+    set_span_in_context,
+)
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from support.metrics_page import PAGE, metrics_table, replaced
-from support.otlp import OtlpReceiver, otlp_receiver
+from support.otlp import OtlpReceiver, attributes_of, otlp_receiver
 
 from svc_common.config import ConfigError, TelemetryConfig, parse
 from svc_common.telemetry import exporters, instruments
 from svc_common.telemetry.meters import Distribution, Meters, Sample, value
+from svc_common.telemetry.noted_spans import NotedSpan, SpanForm, new_context
 from svc_common.telemetry.propagation import headers_of, parent_of, traceparent_of
+from svc_common.telemetry.span_exporter import SpanEncoder
 from svc_common.telemetry.telemetry import Telemetry
-from svc_common.telemetry.tracing import LinkedSampler
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 EXPORTER = "opentelemetry.exporter.otlp.proto.grpc.exporter"
@@ -159,26 +174,95 @@ def test_log_records_bring_their_trace(caplog: pytest.LogCaptureFixture) -> None
     assert not found.keys() & {"their own", "too fine", "too late"}
 
 
-def test_what_is_sampled() -> None:
-    def decided(ratio: float, parent: str = "", linked: bool | None = None) -> bool:
-        links = [Link(SpanContext(1, 2, False, TraceFlags(linked)))] if linked is not None else []
-        context = parent_of([("traceparent", parent)]) if parent else Context()
-        result = LinkedSampler(ratio).should_sample(context, 2**127 + 2**62, "x", links=links)
-        return result.decision is Decision.RECORD_AND_SAMPLE
+@pytest.mark.parametrize("ratio", [0, 1])
+def test_what_is_sampled(ratio: int) -> None:
+    with otlp_receiver() as receiver:
+        telemetry = Telemetry("gpu_svc", config(receiver.endpoint, traces_sample_ratio=ratio))
 
-    assert decided(1)
-    assert not decided(0)
-    assert decided(0, PARENT)
-    assert not decided(1, PARENT[:-1] + "0")
-    assert decided(0, linked=True)
-    assert not decided(0, linked=False)
+        def is_sampled(parent: str) -> bool:
+            return telemetry.tracer.start_span("x", parent_of([("traceparent", parent)])).is_recording()
+
+        assert is_sampled("") == bool(ratio)
+        assert is_sampled(PARENT)
+        assert not is_sampled(PARENT[:-1] + "0")
+        telemetry.close()
+
+
+FORM = SpanForm("noted", SpanKind.SERVER, (("text", str), ("whole", int), ("real", float)))
+VALUES = ("a", -3, 0.5)
+
+
+def by_the_sdk(noted: NotedSpan, resource: Resource) -> ExportTraceServiceRequest:
+    """The same span, made and encoded by the SDK; ids are its own."""
+    kept = InMemorySpanExporter()
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(kept))
+    span = provider.get_tracer("neoflex").start_span(
+        noted.form.name,
+        set_span_in_context(NonRecordingSpan(noted.parent), Context()) if noted.parent else Context(),
+        noted.form.kind,
+        dict(zip((name for name, _ in noted.form.attributes), noted.values, strict=True)),
+        [Link(link) for link in noted.links],
+        start_time=noted.start_ns,
+    )
+    if noted.error:
+        span.set_attribute("error.type", noted.error)
+        span.set_status(Status(StatusCode.ERROR, noted.error_message))
+    span.end(noted.end_ns)
+    return encode_spans(kept.get_finished_spans())
+
+
+@pytest.mark.parametrize(
+    "parent", [None, SpanContext(2**127 + 1, 2**63 + 1, is_remote=True, trace_flags=TraceFlags(1))]
+)
+@pytest.mark.parametrize("num_links", [0, 3, 130])
+@pytest.mark.parametrize("error", ["", "device"])
+def test_noted_spans_are_encoded_as_the_sdk_s(parent: SpanContext | None, num_links: int, error: str) -> None:
+    links = tuple(SpanContext(1, 2 + number, number == 0, TraceFlags(1)) for number in range(num_links))
+    context = new_context(parent)
+    noted = NotedSpan(FORM, context, parent, 2**60, 2**60 + 7, VALUES, links, error, error and "in words")
+    resource = Resource({"service.name": "gpu_svc"})
+    encoder = SpanEncoder(resource, "neoflex")
+    encoder.request([noted])  # What is kept of one has to do for the next.
+    wanted = by_the_sdk(noted, resource)
+    [span] = wanted.resource_spans[0].scope_spans[0].spans
+    span.trace_id, span.span_id = context.trace_id.to_bytes(16, "big"), context.span_id.to_bytes(8, "big")
+    assert encoder.request([noted]) == wanted
+
+
+def test_spans_of_another_service() -> None:
+    form = SpanForm("attend", SpanKind.SERVER, (), "cpu_attn_svc")
+    spans = [NotedSpan(of, new_context(), None, 1, 2) for of in (form, SpanForm("execute"), form)]
+    resource = {"service.name": "gpu_svc", "host.name": "h", "process.pid": 7, "service.instance.id": "i"}
+    sent = SpanEncoder(Resource(resource), "neoflex").request(spans).resource_spans
+    found = {group.scope_spans[0].spans[0].name: attributes_of(group.resource.attributes) for group in sent}
+    assert found == {"execute": resource, "attend": {"service.name": "cpu_attn_svc", "host.name": "h"}}
+    assert [len(group.scope_spans[0].spans) for group in sent] == [2, 1]
+    assert {group.scope_spans[0].scope.name for group in sent} == {"neoflex"}
+
+
+def test_noted_spans_go_with_the_tracer_s() -> None:
+    with otlp_receiver() as receiver:
+        telemetry = Telemetry("gpu_svc", config(receiver.endpoint))
+        telemetry.tracer.start_span("made").end()
+        first, second = new_context(), new_context()
+        for context in (first, second):
+            telemetry.note_span(NotedSpan(FORM, context, None, 1, 2, VALUES, (first,)))
+        telemetry.close()
+    made, *noted = sorted(receiver.spans, key=lambda span: span.name)
+    assert (made.name, made.service) == ("made", "gpu_svc")
+    assert {(span.service, span.links) for span in noted} == {
+        ("gpu_svc", ((f"{first.trace_id:032x}", f"{first.span_id:016x}"),))
+    }
+    assert {span.span_id for span in noted} == {f"{context.span_id:016x}" for context in (first, second)}
+    assert noted[0].attributes == {"text": "a", "whole": -3, "real": 0.5}
 
 
 def test_trace_context_goes_through_where_nothing_is_traced() -> None:
     tracer = Telemetry("gateway_svc").tracer
     span = tracer.start_span("x", parent_of([("traceparent", PARENT), ("tracestate", "a=b"), ("other", "1")]))
     assert headers_of(span) == (("traceparent", PARENT), ("tracestate", "a=b"))
-    assert traceparent_of(span) == PARENT
+    assert traceparent_of(span.get_span_context()) == PARENT
     for nothing in ("", "00-1", PARENT.replace("0af7651916cd43dd8448eb211c80319c", "0" * 32)):
         assert headers_of(tracer.start_span("x", parent_of([("traceparent", nothing)]))) == ()
 

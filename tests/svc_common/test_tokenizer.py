@@ -1,6 +1,8 @@
 """The table of token bytes against the tokenizers library, and loading from every kind of model file."""
 
 import os
+from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +148,26 @@ def gguf() -> ModelFiles:
         pytest.skip(str(error))
 
 
+@pytest.fixture(scope="module")
+def _converted_once() -> Iterator[None]:
+    """transformers takes seconds to convert a file."""
+    original = transformers.AutoTokenizer.from_pretrained
+    results: dict[Path, Any] = {}
+
+    def remembering(directory: Path, **options: Any) -> Any:
+        if "gguf_file" not in options:
+            return original(directory, **options)
+        file = (directory / options["gguf_file"]).resolve()
+        if file not in results:
+            results[file] = original(directory, **options)
+        return deepcopy(results[file])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformers.AutoTokenizer, "from_pretrained", remembering)
+        yield
+
+
+@pytest.mark.usefixtures("_converted_once")
 def test_gguf_is_converted_once_and_again_when_the_file_changes(
     gguf: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,6 +201,7 @@ def test_gguf_is_converted_once_and_again_when_the_file_changes(
     assert [path.name for path in (tmp_path / "cache" / "tokenizers").iterdir() if path.name.startswith(".")] == []
 
 
+@pytest.mark.usefixtures("_converted_once")
 def test_gguf_is_served_where_nothing_can_be_kept(
     gguf: ModelFiles, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

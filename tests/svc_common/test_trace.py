@@ -14,7 +14,7 @@ TRACE = IterationTrace(
     2**41,
     (TracedSubBatch(0, 7, 2, 1, 33),),
     GPU,
-    TraceEvents((12,), (2,), (1,), (6,), (4,)),
+    (TraceEvents((12,), (2,), (1,), (6,), (4,)), TraceEvents((12,), (2,), (1,), (7,), (5,), pool=2)),
 )
 
 
@@ -38,8 +38,7 @@ def test_events_are_on_the_common_clock() -> None:
         TraceEvent(TraceKind.PRE_ATTENTION, 0, 1, 2**60, 2**60 + 2**40),
         TraceEvent(TraceKind.WAIT, 1, 0, 2**60 + 2**40, 2**60 + 2**40 + 5),
     ]
-    [event] = TRACE.events(TRACE.cpu)
-    assert event.duration_ns == 4
+    assert [event.duration_ns for event in TRACE.events(*TRACE.cpu)] == [4, 5]
     assert TRACE.end_ns == 2**60 + 2**41
 
 

@@ -73,7 +73,8 @@ function drawEnlarged() {
   if (!last) return;
   const lasts = Math.max(1, last.duration_us * ENLARGED_SHARE);
   // Where the CPU is in the middle of its work, if it has some.
-  const middle = last.cpu[Math.floor(last.cpu.length / 2)]?.[2] ?? last.duration_us / 2;
+  const first = last.cpu[0] ?? [];
+  const middle = first[Math.floor(first.length / 2)]?.[2] ?? last.duration_us / 2;
   const start = Math.max(0, Math.min(last.duration_us - lasts, middle - lasts / 2));
   const scale = (width - LEFT) / lasts;
   context.save();
@@ -131,11 +132,15 @@ function drawIteration(context, iteration, x, scale) {
 function drawSegments(context, iteration, x, scale, shift) {
   const colours = {}; // Asking the style sheet for each of thousands takes long.
   for (const [, key, top, tall] of LANES) {
-    for (const [what, subBatch, start, lasts] of iteration[key]) {
-      const name = what === "linear" || what === "attention" ? `${what}-${Math.max(0, subBatch)}` : "other";
-      context.fillStyle = colours[name] ??= colour(name);
-      context.fillRect(x + start * scale, top + shift, Math.max(0.25, lasts * scale), tall);
-    }
+    const rows = key === "cpu" ? iteration.cpu : [iteration[key]];
+    const each = tall / Math.max(1, rows.length);
+    rows.forEach((row, index) => {
+      for (const [what, subBatch, start, lasts] of row) {
+        const name = what === "linear" || what === "attention" ? `${what}-${Math.max(0, subBatch)}` : "other";
+        context.fillStyle = colours[name] ??= colour(name);
+        context.fillRect(x + start * scale, top + shift + index * each, Math.max(0.25, lasts * scale), each);
+      }
+    });
   }
 }
 
@@ -152,5 +157,5 @@ function describe(shown) {
   ].filter(Boolean);
   note.textContent =
     `Iteration ${last.iteration}, ${MODES[last.mode] ?? last.mode}: ${ms(last.duration_us)}${predicted}, ` +
-    `GPU ${share([...last.gpu, ...last.links])} busy, CPU attention ${share(last.cpu)}; ${holds.join(", ") || "no tokens"}`;
+    `GPU ${share([...last.gpu, ...last.links])} busy, CPU attention ${last.cpu.map(share).join(" and ") || "0 %"}; ${holds.join(", ") || "no tokens"}`;
 }
