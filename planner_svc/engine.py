@@ -1,22 +1,24 @@
-"""The requests being served: from the door into the scheduler, and from its tokens back to each caller.
+"""The requests being served: from the door into the scheduler, and what becomes of them in each epoch.
 
-No I/O: ExecutorLoop moves plans and results, the servicer moves messages. All methods run on the event loop's thread.
+No I/O: ExecutorLoop moves plans and results, the servicer moves messages, InHand brings tokens to callers. All methods
+run on the event loop's thread.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from itertools import zip_longest
 
 from planner_svc import refusals
 from planner_svc.availability import Availability
 from planner_svc.classes import ServiceClasses
-from planner_svc.counters import ClassTallies, Counters, FinishRate, Load
+from planner_svc.counters import ClassTallies, Counters, Load
 from planner_svc.estimator import Estimator, Factors
-from planner_svc.generation import EndReason, Generation, GenerationRequest
-from planner_svc.request_meters import CALLER_GONE, RequestMeters
+from planner_svc.generation import Generation, GenerationRequest
+from planner_svc.in_hand import InHand
+from planner_svc.request_meters import RequestMeters
 from planner_svc.request_span import RequestSpan
 from planner_svc.scheduler import (
     AdmissionError,
@@ -58,7 +60,6 @@ class Engine:
         """`stalled_after_s`: longer than any iteration plausibly takes."""
         self._tokenizer = tokenizer
         self._stalled_after_s = stalled_after_s
-        self._meters = meters
         self._mode = mode
         self._max_waiting = max_waiting
         self._scheduler: Scheduler | None = None
@@ -66,24 +67,18 @@ class Engine:
         self._whole_pools: tuple[int, ...] = ()
         """Blocks of the host pools, as large as any epoch had them: that one is not attached is a passing state."""
         self.availability = Availability()
-        self._by_request: dict[str, Generation] = {}
-        self._by_sequence: dict[int, Generation] = {}
         self._histories: dict[int, History] = {}
         """Of sequences that have ended in the scheduler while their last tokens are still to be delivered."""
-        self._timers: dict[int, asyncio.TimerHandle] = {}
         self._last_progress_s = 0.0
         self.last_plan: IterationPlan | None = None
         self.last_result: IterationResult | None = None
-        self._finish_rate = FinishRate()
         self.counters = Counters()
         self.classes = ClassTallies(classes.by_name)
+        self.in_hand = InHand(meters, self.classes, self.counters, self._release)
         self.wake = asyncio.Event()
         """Set when there may be something to plan."""
         self.changed = asyncio.Event()
         """Set when readiness may have changed other than by time."""
-        self.idle = asyncio.Event()
-        """Set while no request is in hand."""
-        self.idle.set()
 
     # --- what callers ask
 
@@ -91,10 +86,10 @@ class Engine:
         """Raises ServiceError where a request with this id would be refused now, whatever it holds."""
         self.availability.check()
         assert self._scheduler is not None
-        if request_id in self._by_request:
+        if request_id in self.in_hand:
             raise already_exists("REQUEST_ID_IN_USE", f"request {request_id!r} is running")
         if self._scheduler.num_waiting >= self._max_waiting:
-            raise refusals.queue_full(self._max_waiting, self._place_free_s())
+            raise refusals.queue_full(self._max_waiting, self.in_hand.place_free_s)
 
     def submit(self, request: GenerationRequest, prompt_field: str) -> Generation:
         """Accepts a request. Raises ServiceError; `prompt_field` is what to name where the prompt is too long."""
@@ -109,52 +104,20 @@ class Engine:
             request.service_class,
             request.cache_salt,
         )
-        now_s = time.monotonic()
         try:
             # Its targets count from the call, not from when the prompt was tokenized.
             sequence_id = self._scheduler.add(sequence, request.arrival_ns * 1e-9)
         except LateError as error:
             self.classes.refuse(request.service_class.name)
-            raise refusals.too_late(error, request.service_class.name, self._place_free_s()) from error
+            raise refusals.too_late(error, request.service_class.name, self.in_hand.place_free_s) from error
         except AdmissionError as error:
             raise self._refusal(error, sequence, prompt_field) from error
         generation = Generation(request, sequence_id, self._tokenizer)
-        if not self._by_request:
-            self._last_progress_s = now_s
-        self._by_request[request.request_id] = self._by_sequence[sequence_id] = generation
-        self.idle.clear()
-        if request.time_limit_s is not None:
-            left_s = request.arrival_ns * 1e-9 + request.time_limit_s - now_s
-            loop = asyncio.get_running_loop()
-            self._timers[sequence_id] = loop.call_later(left_s, self._finish, generation, EndReason.TIME_LIMIT)
-        self.counters.accepted_requests += 1
-        self.classes.accept(request.service_class.name)
+        if not self.in_hand:
+            self._last_progress_s = time.monotonic()
+        self.in_hand.add(generation)
         self.wake.set()
         return generation
-
-    def withdraw(self, generation: Generation) -> None:
-        """The caller has gone: frees what the request holds. Does nothing where it has ended."""
-        if self._remove(generation) is not None:
-            self._meters.failed(generation, CALLER_GONE, time.monotonic_ns())
-
-    def abort(self, request_ids: Iterable[str]) -> tuple[str, ...]:
-        """Ends requests by id; returns those that were running."""
-        found = [
-            self._by_request[request_id] for request_id in dict.fromkeys(request_ids) if request_id in self._by_request
-        ]
-        for generation in found:
-            self._finish(generation, EndReason.ABORT)
-        return tuple(generation.request.request_id for generation in found)
-
-    @property
-    def has_requests(self) -> bool:
-        """Whether any is in hand."""
-        return bool(self._by_request)
-
-    @property
-    def grammars(self) -> set[str]:
-        """That requests in hand are bound to."""
-        return {generation.request.sampling.grammar for generation in self._by_request.values()} - {""}
 
     @property
     def room_tokens(self) -> int:
@@ -177,7 +140,8 @@ class Engine:
         self._last_progress_s = time.monotonic()
         text = "the request fits nowhere without a CPU attention service that was lost"
         for sequence_id in lost:
-            self._fail(self._by_sequence[sequence_id], unavailable("CPU_ATTENTION_LOST", text, _RETRY_S))
+            if generation := self.in_hand.of(sequence_id):
+                self.in_hand.fail(generation, unavailable("CPU_ATTENTION_LOST", text, _RETRY_S))
         self.wake.set()
         self.changed.set()
 
@@ -201,25 +165,20 @@ class Engine:
         if self._scheduler is None:
             return
         for sequence_id, verdict in self._scheduler.lose(running, is_certain):
-            generation = self._by_sequence[sequence_id]
-            logger.error("request %s ends: the executor fails at it", generation.request.request_id)
-            self._fail(generation, refusals.not_computed_again(verdict))
+            if generation := self.in_hand.of(sequence_id):
+                logger.error("request %s ends: the executor fails at it", generation.request.request_id)
+                self.in_hand.fail(generation, refusals.not_computed_again(verdict))
 
     def close(self, error: ServiceError) -> None:
         """No executor: every request fails, and new ones are refused until `open`."""
         self.availability.close()
         self.changed.set()
-        self.fail_all(error)
+        self.in_hand.fail_all(error)
 
     def abandon(self, error: ServiceError) -> None:
         """The scheduler's state can't be trusted any more: as `close`, and the next epoch begins with a new one."""
         self._scheduler = None
         self.close(error)
-
-    def fail_all(self, error: ServiceError) -> None:
-        """Every request in hand fails; new ones are still accepted."""
-        for generation in list(self._by_request.values()):
-            self._fail(generation, error)
 
     def plan(self) -> IterationPlan | None:
         """What to run next, if anything."""
@@ -229,7 +188,7 @@ class Engine:
         end_ns = time.monotonic_ns()
         self.counters.planning_ns += end_ns - start_ns
         for new in plan.new_sequences if plan else ():
-            if generation := self._by_sequence.get(new.sequence_id):
+            if generation := self.in_hand.of(new.sequence_id):
                 generation.note_planned(end_ns)
         self.last_plan = plan or self.last_plan
         return plan
@@ -250,52 +209,29 @@ class Engine:
         self.last_result = result
         self.counters.add(result)
         for sequence_id, part in result.prompt_logprobs:
-            if generation := self._by_sequence.get(sequence_id):
+            if generation := self.in_hand.of(sequence_id):
                 generation.push_prompt(part)
         for sequence_id, message in result.grammar_failures.items():
-            if generation := self._by_sequence.get(sequence_id):
-                self._fail(generation, invalid_argument("request.constraint", message, "CONSTRAINT_FAILED"))
+            if generation := self.in_hand.of(sequence_id):
+                self.in_hand.fail(generation, invalid_argument("request.constraint", message, "CONSTRAINT_FAILED"))
         for sequence_id in result.not_finite:
-            if generation := self._by_sequence.get(sequence_id):
+            if generation := self.in_hand.of(sequence_id):
                 self._scheduler.forget_content(sequence_id)
-                self._fail(generation, refusals.not_finite())
+                self.in_hand.fail(generation, refusals.not_finite())
         tokens = self._scheduler.apply(result, self._last_progress_s).tokens
         for token in tokens:
             if token.finish:  # The scheduler forgets it with the next plan.
                 self._histories[token.sequence_id] = self._scheduler.history(token.sequence_id)
         return tokens
 
-    def deliver(self, tokens: Iterable[TokenEvent]) -> None:
-        """Gives tokens to their requests, and ends those that are complete."""
-        now_ns = time.monotonic_ns()
-        gaps: dict[tuple[str, int], int] = {}
-        """How many tokens follow one of that class that came at that time: there are far fewer such times."""
-        for token in tokens:
-            generation = self._by_sequence.get(token.sequence_id)
-            if generation is None:  # Ended since the result was applied.
-                continue
-            if generation.last_token_ns:
-                gap = generation.request.service_class.name, generation.last_token_ns
-                gaps[gap] = gaps.get(gap, 0) + 1
-            ends = token.finish == "end_token"
-            stop = generation.push(token.token_id, token.logprobs, ends, now_ns)
-            if ends:
-                self._finish(generation, EndReason.END_TOKEN, token.token_id)
-            elif stop is not None:
-                self._finish(generation, EndReason.STOP_TEXT, stop)
-            elif token.finish == "length":
-                self._finish(generation, EndReason.LENGTH)
-        for (class_name, before_ns), num in gaps.items():
-            self._meters.inter_token(class_name).observe((now_ns - before_ns) / 1e9, num)
-
     def drain(self) -> None:
-        """Accepts nothing more; `idle` tells when the requests in hand have ended."""
+        """Accepts nothing more; `in_hand.idle` tells when the requests in hand have ended."""
         self.availability.is_draining = True
         self.changed.set()
 
     def span_of(self, sequence_id: int) -> RequestSpan | None:
         """Of a request that has not ended."""
-        generation = self._by_sequence.get(sequence_id)
+        generation = self.in_hand.of(sequence_id)
         return generation.request.span if generation else None
 
     # --- what health and load balancers ask
@@ -305,14 +241,9 @@ class Engine:
         return self.availability.is_draining
 
     @property
-    def num_requests(self) -> int:
-        """In hand."""
-        return len(self._by_request)
-
-    @property
     def standing_s(self) -> float:
         """For how long there has been work and none of it got ahead; 0 where there is nothing to do."""
-        waits = self.availability.is_open and not self.availability.is_suspended and bool(self._by_request)
+        waits = self.availability.is_open and not self.availability.is_suspended and bool(self.in_hand)
         return time.monotonic() - self._last_progress_s if waits else 0.0
 
     def is_alive(self) -> bool:
@@ -355,7 +286,7 @@ class Engine:
     def sequences(self) -> Iterator[tuple[Sequence, str]]:
         """Those in hand with their requests' ids, in order of arrival."""
         for sequence in self._scheduler.sequences if self._scheduler else ():
-            generation = self._by_sequence.get(sequence.sequence_id)
+            generation = self.in_hand.of(sequence.sequence_id)
             yield sequence, generation.request.request_id if generation else ""
 
     def scheduler_counters(self) -> SchedulerCounters:
@@ -366,50 +297,20 @@ class Engine:
         """What was learned of the executor; None before its first epoch."""
         return self._scheduler.calibration_factors if self._scheduler else None
 
-    # --- how requests end
-
-    def _finish(self, generation: Generation, reason: EndReason, matched: str | int | None = None) -> None:
-        history = self._remove(generation)
-        if history is not None:
-            now_ns = time.monotonic_ns()
-            generation.finish(reason, matched, history, now_ns)
-            self.classes.judge(generation.request.service_class.name, generation.finished.targets_met)
-            self._meters.finished(generation, now_ns)
-
-    def _fail(self, generation: Generation, error: ServiceError) -> None:
-        if self._remove(generation) is not None:
-            generation.fail(error)
-            self._meters.failed(generation, error.reason, time.monotonic_ns())
-
-    def _remove(self, generation: Generation) -> History | None:
-        """Frees what the request holds; returns what became of its KV, or None where it had ended before."""
-        if self._by_sequence.pop(generation.sequence_id, None) is None:
-            return None
-        del self._by_request[generation.request.request_id]
-        self.classes.end(generation.request.service_class.name)
-        timer = self._timers.pop(generation.sequence_id, None)
-        if timer:
-            timer.cancel()
-        history = self._histories.pop(generation.sequence_id, None)
+    def _release(self, sequence_id: int) -> History:
+        """Frees what a sequence holds; returns what became of its KV."""
+        history = self._histories.pop(sequence_id, None)
         if self._scheduler is not None:
-            history = history or self._scheduler.history(generation.sequence_id)
-            self._scheduler.finish(generation.sequence_id)
-        self.counters.finished_requests += 1
-        self._finish_rate.add(time.monotonic())
-        if not self._by_request:
-            self.idle.set()
+            history = history or self._scheduler.history(sequence_id)
+            self._scheduler.finish(sequence_id)
         self.wake.set()  # The executor is to be told.
         return history or History()
 
     def _refusal(self, error: AdmissionError, request: SequenceRequest, prompt_field: str) -> ServiceError:
         if error.reason is AdmissionReason.QUEUE_FULL:
-            return refusals.queue_full(error.limit, self._place_free_s())
+            return refusals.queue_full(error.limit, self.in_hand.place_free_s)
         assert self._capacity is not None
         if fits(request, replace(self._capacity, host_pools=self._whole_pools), self._mode):
             text = "the request needs the KV cache of a CPU attention service that is not attached now"
             return unavailable("CPU_ATTENTION_LOST", text, _RETRY_S)
         return refusals.never_fits(error, prompt_field)
-
-    def _place_free_s(self) -> float:
-        """Until a request is likely to end."""
-        return self._finish_rate.retry_after_s(time.monotonic())

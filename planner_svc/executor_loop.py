@@ -4,12 +4,10 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
-from enum import Enum
 
 from planner_svc import refusals
+from planner_svc.drive import Drive, EpochEnd
 from planner_svc.engine import Engine
 from planner_svc.epochs import Epochs
 from planner_svc.executor_client import (
@@ -18,19 +16,14 @@ from planner_svc.executor_client import (
     ExecutorLostError,
     HostStatus,
     Placement,
-    PlanStream,
 )
 from planner_svc.host_watch import PROBE_EVERY_S, HostWatch
 from planner_svc.iteration_meters import IterationMeters
 from planner_svc.policy_keeper import PolicyKeeper
-from planner_svc.scheduler import TokenEvent
 from planner_svc.traces import Traces
 from svc_common.errors import unavailable
-from svc_common.plan import ExecutionError, IterationPlan, IterationResult
 from svc_common.policy import ExecutionPolicy
 
-PLANS_AHEAD = 2
-"""One runs, one waits."""
 _RETRY_S = 1.0
 _RECONNECT_S = 0.1
 """Before one that was lost is looked for; from then on its connection waits for it."""
@@ -42,22 +35,6 @@ logger = logging.getLogger(__name__)
 
 class ExecutorStopsError(ExecutorLostError):
     """It ends in order: for requests as a loss, and none of its own."""
-
-
-class EpochEnd(Enum):
-    """Why an epoch is over though the executor is well."""
-
-    HOST_LOST = "a CPU attention service is lost"
-    HOST_BACK = "a CPU attention service can be attached again"
-    FAILED = "an iteration failed"
-    POLICY = "layers are to run elsewhere"
-    HOST_STOPS = "a CPU attention service has been told to stop"
-    EXECUTOR_STOPS = "the executor has been told to stop"
-
-    @property
-    def takes_results(self) -> bool:
-        """Whether what runs and what waits is still worth having: nobody is lost."""
-        return self not in (EpochEnd.HOST_LOST, EpochEnd.FAILED)
 
 
 class ExecutorLoop:
@@ -82,18 +59,10 @@ class ExecutorLoop:
         self._executor = executor
         self._epochs = epochs
         self._watches = tuple(watches)
-        self._traces = traces
         self._meters = meters
         self._wait_s = wait_s
         self._policies = policies
-        self._driving = False
-        self._requested_end: EpochEnd | None = None
-        self._lost_pools: set[int] = set()
-        """By what their services say or do not say, in this epoch."""
-        self._in_flight: deque[IterationPlan] = deque()
-        """Plans of this epoch whose results are still to come."""
-        self._has_progressed = False
-        """This epoch has yielded a result."""
+        self._drive = Drive(engine, executor, watches, traces, meters)
         self._patience: asyncio.TimerHandle | None = None
         """While requests wait for a lost executor."""
         self._retry_s = _RECONNECT_S
@@ -121,11 +90,11 @@ class ExecutorLoop:
     async def _serve_until_lost(self) -> None:
         """From finding the executor to losing it."""
         try:
-            await self._epochs.connect(hosts_too=self._engine.has_requests)
+            await self._epochs.connect(hosts_too=bool(self._engine.in_hand))
             await self._epochs.open_first()
             await self._make_grammars_ready()
             self._hand_over()
-            while (end := await self._drive()) is not EpochEnd.EXECUTOR_STOPS:
+            while (end := await self._drive_epoch()) is not EpochEnd.EXECUTOR_STOPS:
                 await self._next_epoch(end)
             raise ExecutorStopsError(end.value)
         except ExecutorLostError as error:
@@ -144,7 +113,7 @@ class ExecutorLoop:
         if self._is_wary:
             self._is_wary = False
             return
-        for grammar in self._engine.grammars:
+        for grammar in self._engine.in_hand.grammars:
             self._is_wary = True
             await self._executor.compile_grammar(grammar)  # What it says of one, its sequence will be told.
         self._is_wary = False
@@ -160,7 +129,7 @@ class ExecutorLoop:
                 logger.error("executor lost: %s", error)
                 self._meters.epoch_ended("executor_lost")
             is_certain = not self._executor.was_compiling
-            self._engine.lose_executor(self._running_ids(self._in_flight), is_certain, is_wanted)
+            self._engine.lose_executor(self._drive.running_ids, is_certain, is_wanted)
             if self._wait_s > 0:
                 self._patience = asyncio.get_running_loop().call_later(self._wait_s, self._give_up)
             else:
@@ -172,10 +141,6 @@ class ExecutorLoop:
 
     def _give_up(self) -> None:
         self._engine.close(refusals.executor_lost(self._wait_s, _RETRY_S))
-
-    @staticmethod
-    def _running_ids(plans: "deque[IterationPlan]") -> frozenset[int]:
-        return frozenset().union(*(plan.sequence_ids for plan in plans))
 
     def _hand_over(self) -> None:
         """The epoch that was opened is the engine's."""
@@ -195,13 +160,12 @@ class ExecutorLoop:
         logger.warning("epoch %d ends: %s", self._epochs.number, end.value)
         self._meters.epoch_ended(end.name.lower())
         if end is EpochEnd.FAILED:
-            # The oldest plan is the one that failed; what was sent after it never ran.
-            self._engine.note_failure(self._in_flight[0].sequence_ids if self._in_flight else ())
+            self._engine.note_failure(self._drive.failed_ids)
         if end in (EpochEnd.HOST_LOST, EpochEnd.HOST_STOPS):
             await self._tell_who_is_lost()
-        self._in_flight.clear()
+        self._drive.forget_plans()
         self._engine.suspend()
-        if end is EpochEnd.FAILED and not self._has_progressed:
+        if end is EpochEnd.FAILED and not self._drive.has_progressed:
             await asyncio.sleep(_RETRY_S)  # It may be the device: not as fast as epochs can be opened.
         await self._epochs.open_next(host_is_back=end is EpochEnd.HOST_BACK)
         self._hand_over()
@@ -214,96 +178,21 @@ class ExecutorLoop:
         if policy == self._epochs.policy:
             return
         self._epochs.policy = policy
-        if self._driving:
-            self._request_end(EpochEnd.POLICY)
+        if self._drive.is_under_way:
+            self._drive.request_end(EpochEnd.POLICY)
 
     async def _tell_who_is_lost(self) -> None:
         """Ends requests that fit nowhere else, before the executor has given up on a service and the next epoch is."""
         epochs = self._epochs
-        await epochs.lose_hosts(self._lost_pools)
+        await epochs.lose_hosts(self._drive.lost_pools)
         assert epochs.capacity is not None
         assert epochs.estimator is not None
         self._engine.open(epochs.capacity, epochs.estimator, epochs.number)
 
-    async def _drive(self) -> EpochEnd:
-        """Feeds plans and takes results until the epoch is over. Raises ExecutorLostError."""
-        stream = self._executor.execute()
-        results: deque[IterationResult | Exception] = deque()
-        reader = asyncio.create_task(self._read(stream, results))
-        self._requested_end = None
-        self._lost_pools.clear()
-        self._in_flight.clear()
-        self._has_progressed = False
-        self._driving = True
-        try:
-            return await self._exchange(stream, results)
-        finally:
-            self._driving = False
-            reader.cancel()
-            stream.close()
-
-    async def _exchange(self, stream: PlanStream, results: "deque[IterationResult | Exception]") -> EpochEnd:
+    async def _drive_epoch(self) -> EpochEnd:
+        """Raises ExecutorLostError."""
         assert self.placement is not None
-        device = self.placement.device
-        in_flight = self._in_flight
-        self._engine.wake.set()
-        while True:
-            await self._engine.wake.wait()
-            self._engine.wake.clear()
-            tokens: list[TokenEvent] = []
-            applied: list[tuple[IterationPlan, IterationResult]] = []
-            end = self._requested_end
-            while results and (end is None or end.takes_results):
-                result = results.popleft()
-                if isinstance(result, Exception):
-                    self._engine.deliver(tokens)
-                    raise result
-                if result.error is not None:
-                    end = self._end_of(result)
-                else:
-                    plan = in_flight.popleft()
-                    self._has_progressed = True
-                    applied.append((plan, result))
-                    tokens += self._engine.apply(result)
-                    for watch in self._watches:
-                        watch.cores.observe(result)
-                    if result.trace is not None:
-                        self._traces.publish(replace(result.trace, predicted_ns=round(plan.predicted_s * 1e9)))
-            try:
-                # Plan first: the executor must not wait while text is made of tokens.
-                if end is None:
-                    await self._feed(stream)
-            finally:
-                self._engine.deliver(tokens)
-                for plan, result in applied:
-                    self._meters.applied(plan, result, device)
-            if end is not None and not (end.takes_results and in_flight):
-                return end
-
-    async def _feed(self, stream: PlanStream) -> None:
-        """Sends plans until enough are on their way or nothing is to be done. Raises ExecutorLostError."""
-        while len(self._in_flight) < PLANS_AHEAD and (plan := self._engine.plan()):
-            for watch, num_in_pool in zip(self._watches, self._engine.num_by_pool, strict=True):
-                watch.cores.planned(plan, num_in_pool)
-            plan = self._meters.planned(plan)
-            self._in_flight.append(plan)
-            await stream.send(replace(plan, trace=True) if self._traces.are_wanted else plan)
-
-    async def _read(self, stream: PlanStream, results: "deque[IterationResult | Exception]") -> None:
-        """Puts what the executor sends, its loss included, where the loop finds it."""
-        try:
-            async for result in stream.results():
-                results.append(result)
-                self._engine.wake.set()
-        except Exception as error:
-            results.append(error)
-            self._engine.wake.set()
-
-    def _end_of(self, result: IterationResult) -> EpochEnd:
-        assert result.error is not None
-        with self._meters.failed(result):
-            logger.error("iteration %d failed: %s: %s", result.iteration, result.error.value, result.error_message)
-        return EpochEnd.HOST_LOST if result.error is ExecutionError.CPU_ATTENTION_LOST else EpochEnd.FAILED
+        return await self._drive.run(self.placement.device)
 
     # --- the CPU attention services
 
@@ -315,7 +204,7 @@ class ExecutorLoop:
             epoch = self._epochs.number
             with contextlib.suppress(TimeoutError):
                 status = await watch.status()
-                if self._driving and self._epochs.number == epoch:
+                if self._drive.is_under_way and self._epochs.number == epoch:
                     self._compare(pool, status)
                     if status and status.region_epoch == epoch:
                         await watch.adjust_threads()
@@ -339,22 +228,20 @@ class ExecutorLoop:
         watch = self._watches[pool]
         if epochs.capacity.host_pools[pool] > 0:
             if status is None or status.region_epoch != epochs.number:
-                self._lost_pools.add(pool)
-                self._request_end(EpochEnd.HOST_LOST)
+                self._drive.request_end(EpochEnd.HOST_LOST, lost_pool=pool)
             elif watch.must_be_let_go(status) and not self._engine.is_draining:
-                self._lost_pools.add(pool)
-                self._request_end(EpochEnd.HOST_STOPS)
+                self._drive.request_end(EpochEnd.HOST_STOPS, lost_pool=pool)
             else:
                 watch.cores.note(status)
                 epochs.placement = epochs.placement.with_pool(
                     pool, num_threads=status.num_threads, thread_limits=watch.cores.limits
                 )
         elif status is not None and self._may_attach(watch, status):
-            self._request_end(EpochEnd.HOST_BACK)
+            self._drive.request_end(EpochEnd.HOST_BACK)
 
     def _may_attach(self, watch: HostWatch, status: HostStatus) -> bool:
         """Whether it is worth a new epoch."""
-        is_wanted = self._requested_end is None and not self._engine.is_draining
+        is_wanted = self._drive.requested_end is None and not self._engine.is_draining
         return is_wanted and not status.is_stopping and watch.may_be_attached
 
     # --- the executor
@@ -364,9 +251,9 @@ class ExecutorLoop:
         was_stopping = False
         while True:
             await asyncio.sleep(PROBE_EVERY_S)
-            epoch, is_stopping = self._epochs.number, self._driving and await self._executor.is_stopping()
+            epoch, is_stopping = self._epochs.number, self._drive.is_under_way and await self._executor.is_stopping()
             if is_stopping and was_stopping and self._epochs.number == epoch and not self._engine.is_draining:
-                self._request_end(EpochEnd.EXECUTOR_STOPS)
+                self._drive.request_end(EpochEnd.EXECUTOR_STOPS)
             was_stopping = is_stopping
 
     async def describe(self) -> str:
@@ -377,9 +264,5 @@ class ExecutorLoop:
     @property
     def state_text(self) -> str:
         """In one line."""
-        ends = f", ends: {self._requested_end.value}" if self._requested_end else ""
-        return f"epoch {self._epochs.number}, {'driving' if self._driving else 'between two epochs'}{ends}"
-
-    def _request_end(self, end: EpochEnd) -> None:
-        self._requested_end = end
-        self._engine.wake.set()
+        ends = f", ends: {self._drive.requested_end.value}" if self._drive.requested_end else ""
+        return f"epoch {self._epochs.number}, {'driving' if self._drive.is_under_way else 'between two epochs'}{ends}"

@@ -120,17 +120,17 @@ class PlannerServer:
     @property
     def num_requests(self) -> int:
         """In hand."""
-        return self._engine.num_requests
+        return len(self._engine.in_hand)
 
     async def stop(self, grace_s: float) -> None:
         """Refuses new requests, lets those in hand go on for `grace_s` seconds, and ends."""
         self._engine.drain()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
-                await self._engine.idle.wait()
+                await self._engine.in_hand.idle.wait()
                 await self._servicer.idle.wait()
         self._watchdog.stop()
-        self._engine.fail_all(unavailable("DRAINING", "the server is shutting down"))
+        self._engine.in_hand.fail_all(unavailable("DRAINING", "the server is shutting down"))
         await self._server.stop(_CLOSE_S)
         for task in self._tasks:
             task.cancel()

@@ -112,7 +112,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         )
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
-        return pb.AbortResponse(aborted_request_ids=self._engine.abort(requests.parse_abort(request)))
+        return pb.AbortResponse(aborted_request_ids=self._engine.in_hand.abort(requests.parse_abort(request)))
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         prompt = requests.parse_tokenize(request, self._model.limits)
@@ -206,7 +206,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     def _end(self, generation: Generation, gateway_id: str | None) -> None:
         """Cancelled, past its deadline, broken: whichever way the call ended, nobody waits for the rest."""
-        self._engine.withdraw(generation)
+        self._engine.in_hand.withdraw(generation)
         self._access.ended(generation, gateway_id)
         self._num_open -= 1
         if not self._num_open:

@@ -23,7 +23,7 @@ class PlannerWatch:
     def stall(self) -> str | None:
         if self._engine.is_alive():
             return None
-        return f"{self._engine.num_requests} requests in hand and no result for {self._engine.standing_s:.1f} s"
+        return f"{len(self._engine.in_hand)} requests in hand and no result for {self._engine.standing_s:.1f} s"
 
     async def ask(self) -> str:
         return await self._loop.describe()

@@ -65,9 +65,10 @@ class Mix:
     def output_tokens(self) -> float:
         """Tokens over ends: answers still under way count, so that those that end first, the short ones, don't mislead.
 
-        The maximum likelihood of an exponential distribution of which part is still to come.
+        The maximum likelihood of an exponential distribution of which part is still to come; never more than is asked
+        for, since no answer is longer.
         """
-        return (self._asked_tokens + self._generated_tokens) / (1 + self._num_finished)
+        return min(self._asked_tokens, (self._asked_tokens + self._generated_tokens) / (1 + self._num_finished))
 
     @property
     def prefill_per_decode(self) -> float:

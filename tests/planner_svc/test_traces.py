@@ -29,7 +29,7 @@ async def test_iterations_are_traced_while_somebody_listens(start_rig: StartRig)
     await generate(rig, 3)
     calls = [traces_of(rig), traces_of(rig)]
     readers = [asyncio.create_task(call.read()) for call in calls]
-    await rig.until(lambda: len(rig.server._loop._traces._listeners) == 2)
+    await rig.until(lambda: len(rig.server._loop._drive._traces._listeners) == 2)
     assert not any(plan.trace for plan in executor.plans)
     num_before = len(executor.plans)
     await generate(rig, 4)
@@ -42,7 +42,7 @@ async def test_iterations_are_traced_while_somebody_listens(start_rig: StartRig)
         assert all(item.predicted_ns > 0 for item in got)
         assert [replace(trace_from_message(item), predicted_ns=0) for item in got] == expected
         call.cancel()
-    await rig.until(lambda: not rig.server._loop._traces.are_wanted)
+    await rig.until(lambda: not rig.server._loop._drive._traces.are_wanted)
     num_before = len(executor.plans)
     await generate(rig, 3)
     assert not any(plan.trace for plan in executor.plans[num_before:])
