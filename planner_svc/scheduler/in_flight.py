@@ -33,6 +33,10 @@ class InFlight:
         self._running_since_s = 0.0
         """When the oldest one began, as far as is known."""
 
+    def __len__(self) -> int:
+        """Plans."""
+        return len(self._plans)
+
     @property
     def is_full(self) -> bool:
         """Whether a result must come before the next plan."""

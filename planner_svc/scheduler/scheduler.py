@@ -110,10 +110,9 @@ class Scheduler:
         elif sequence.state is State.WAITING and not self._trials.drop(sequence):
             self._queue.remove(sequence)
         sequence.state = State.FINISHED
-        if self._trials.is_of(sequence):
-            self._release()
         self._gone[sequence_id] = sequence
         self._nothing_to_plan = False
+        self._try_next()
 
     # --- plans and results
 
@@ -121,6 +120,8 @@ class Scheduler:
         """False: `plan` would return None. True: it is worth asking; an answer of None then lasts until a change."""
         if self._in_flight.is_full or self._nothing_to_plan:
             return False
+        if self._trials.is_over and not self._cohort.is_under_way:
+            return False  # The next is tried by itself, once nothing of this one is in flight.
         return bool(self._live or self._residency.changes or self._cohort.is_under_way)
 
     def plan(self, now: float) -> IterationPlan | None:
@@ -208,8 +209,7 @@ class Scheduler:
             self._tally.add(**{f"{planned.mode.value}_iterations": 1})
         self._tally.add(generated_tokens=len(events))
         self._mix.take_tokens(len(events))
-        if self._trials.is_passed:
-            self._release()
+        self._try_next()
         return Applied(tuple(events))
 
     def _take_token(self, sequence: Sequence, token_id: int, result: IterationResult, now: float) -> TokenEvent:
@@ -275,6 +275,21 @@ class Scheduler:
             sequence.num_recomputations += sequence.state in (State.RUNNING, State.STEPPING, State.DRAINING)
             sequence.await_recomputation()
         self._trials = Trials(sorted(sequences, key=lambda sequence: sequence.sequence_id))
+        self._release()
+
+    def _try_next(self) -> None:
+        """Where a trial is over and nothing of it is in flight: another's begins."""
+        if not self._trials.is_over or self._in_flight or self._cohort.is_under_way:
+            return
+        passed = self._trials.passed
+        if passed is not None and passed.state in (State.RUNNING, State.WAITING):
+            if passed.state is State.RUNNING:
+                passed.num_recomputations += 1
+                passed.num_passed_over = 0
+                self._residency.leave(passed, State.WAITING)
+            else:
+                self._queue.remove(passed)
+            self._trials.hold(passed)
         self._release()
 
     def _release(self) -> None:

@@ -1,15 +1,16 @@
 """What losses of the executor mean for a sequence that it was computing: it runs again, is tried alone, or ends.
 
 A sequence that brings the executor down does so again when it is computed again, and whatever runs beside it is lost
-with it. After two losses without a token in between a sequence is a suspect: suspects are then let in one at a time,
-each when the one before has got a token, and all others wait. So the next loss has one culprit, and the others go on.
+with it. After two losses without a token in between a sequence is a suspect: suspects are then tried one at a time,
+each until it has got a token, while all others wait, those that have passed among them. So the next loss has one
+culprit, and the others go on.
 """
 
 from collections import deque
 from collections.abc import Iterable
 from enum import Enum
 
-from planner_svc.scheduler.sequence import Sequence
+from planner_svc.scheduler.sequence import Sequence, State
 
 MAX_LOSSES_IN_A_ROW = 3
 """Without a token in between: the last of them on trial."""
@@ -73,12 +74,15 @@ class Trials:
         return self._on_trial is not None
 
     @property
-    def is_passed(self) -> bool:
-        """Whether the one on trial has got a token."""
-        return self._on_trial is not None and not _is_fruitless(self._on_trial)
+    def is_over(self) -> bool:
+        """Whether the one on trial has got a token, or has ended."""
+        tried = self._on_trial
+        return tried is not None and (tried.state is State.FINISHED or not _is_fruitless(tried))
 
-    def is_of(self, sequence: Sequence) -> bool:
-        return sequence is self._on_trial
+    @property
+    def passed(self) -> Sequence | None:
+        """The one that has to wait for those still to be tried."""
+        return self._on_trial if self._suspects else None
 
     def release(self) -> list[Sequence]:
         """Who may join the queue now: the next suspect or, after the last, all others by arrival."""
@@ -87,10 +91,10 @@ class Trials:
             return [self._on_trial]
         self._on_trial = None
         others, self._others = self._others, {}
-        return list(others.values())
+        return sorted(others.values(), key=lambda sequence: sequence.sequence_id)
 
     def hold(self, sequence: Sequence) -> None:
-        """A new arrival, while trials are on."""
+        """It waits while trials are on."""
         self._others[sequence.sequence_id] = sequence
 
     def drop(self, sequence: Sequence) -> bool:
