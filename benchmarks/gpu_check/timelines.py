@@ -24,7 +24,8 @@ def timelines(report: Report, rig: Rig, mode: Mode, load: Load) -> list[Iteratio
     traces = [result.trace for result in results if result.trace is not None]
     summary = summarize(traces)
     hop = f", hop of a layer {summary.hop_p50_ns / 1e3:.0f} us" if summary.hop_p50_ns else ""
-    detail = f"the executor waits {summary.gpu_bubble_share:.0%}, the CPU {summary.cpu_bubble_share:.0%}, "
+    cpu_waits = sum(waits for _, waits in summary.services.values())  # There is one service, or none.
+    detail = f"the executor waits {summary.gpu_bubble_share:.0%}, the CPU {cpu_waits:.0%}, "
     detail += f"both work {summary.both_busy_share:.0%}{hop}; on cuda these are times of launches"
     report.figure(f"where it goes, {MODE_NAMES[mode.value]}", detail, hop_s=summary.hop_p50_ns / 1e9)
     return traces
