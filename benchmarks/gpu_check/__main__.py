@@ -28,7 +28,6 @@ COSTS = {
     "triton": "torch's own operations instead of the kernels",
     "zmq": "no attention on the CPU: GPU-only is all that runs",
     "nanobind": "needed to build the C++ extensions, where they are not built",
-    "safetensors": "streamed and CPU layers are not checked",
     "pydantic": "streamed and CPU layers are not checked",
     "transformers": "no tokens to compare with and no peer",
     "cuda.bindings": "doorbells are rung by a thread of the host, not by the stream",

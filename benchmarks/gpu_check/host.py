@@ -45,7 +45,7 @@ class Worker:
     def attach(
         self, executor: Executor, epoch: int, limits: Limits, policy: ExecutionPolicy | None = None, model: str = ""
     ) -> HostTier:
-        """A new region for an epoch. `model`: a directory, where the policy has CPU layers."""
+        """A new region for an epoch. `model`: a directory with a shape, where the policy has CPU layers."""
         decoder = executor.decoder
         shape = region_shape(decoder, executor.kv_shape, limits, policy, executor.num_gpu_blocks(policy))
         wanted = {

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 from gpu_check import absent
 from gpu_check.driver import Driver
-from gpu_check.model import RandomCheckpoint, cpu_decoder, gpu_decoder, llama, make_executor, sixteen_bits
+from gpu_check.model import cpu_decoder, gpu_decoder, llama, make_executor, sixteen_bits
 from gpu_check.rows import Report
 from gpu_check.setting import Setting
 from gpu_svc.limits import Limits
 from svc_common.decoder.decoder import Decoder
+from svc_common.decoder.dummy import DummyCheckpoint
 from svc_common.model.spec import ModelSpec
 from svc_common.plan import Mode, SubBatch, Tier
 
@@ -36,7 +37,7 @@ def run(setting: Setting, report: Report) -> None:
 
 def _iteration_s(spec: ModelSpec, num_sequences: int, setting: Setting) -> float:
     """The median of decodes on the device, plan to result."""
-    checkpoint = RandomCheckpoint(spec)
+    checkpoint = DummyCheckpoint(spec)
     decoder: Decoder
     if setting.on_cuda:
         decoder = gpu_decoder(spec, checkpoint, sixteen_bits(setting.device), setting.device)

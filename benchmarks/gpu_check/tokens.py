@@ -8,7 +8,7 @@ import torch
 from gpu_check import absent
 from gpu_check.driver import Driver
 from gpu_check.host import Worker, cpu_attention
-from gpu_check.model import TINY, cpu_decoder, gpu_decoder, make_executor, sixteen_bits, tiny_checkpoint
+from gpu_check.model import TINY, TinyCheckpoint, cpu_decoder, gpu_decoder, make_executor, sixteen_bits
 from gpu_check.rows import Report
 from gpu_check.setting import Setting
 from gpu_svc.executor import Executor
@@ -116,7 +116,7 @@ def run(setting: Setting, report: Report) -> None:
         for name in MODES:
             report.not_run(_what(name), f"{reason}: device cpu can't compute the reference")
         return
-    checkpoint = tiny_checkpoint()
+    checkpoint = TinyCheckpoint()
     expected = gpu_only_tokens(cpu_decoder(TINY, checkpoint))
     decoder = gpu_decoder(TINY, checkpoint, torch.float32, setting.device)
     compare(report, _what("GPU-only"), gpu_only_tokens(decoder), expected)
@@ -150,7 +150,7 @@ def _tokens_of(name: str, executor: Executor, worker: Worker, epoch: int) -> dic
 def _check_sixteen_bits(setting: Setting, report: Report, expected: dict[int, list[int]]) -> None:
     """Log-probabilities of the reference's own answers, which have no near misses to stumble over."""
     texts = {i: (*PROMPTS[i], *expected[i]) for i in PROMPTS}
-    checkpoint, dtype = tiny_checkpoint(), sixteen_bits(setting.device)
+    checkpoint, dtype = TinyCheckpoint(), sixteen_bits(setting.device)
     right = _logprobs(cpu_decoder(TINY, checkpoint), texts)
     ours = _logprobs(gpu_decoder(TINY, checkpoint, dtype, setting.device), texts)
     errors = [abs(a - b) for a, b in zip(ours, right, strict=True)]
