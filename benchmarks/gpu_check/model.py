@@ -81,8 +81,8 @@ def hf_config(spec: ModelSpec) -> dict[str, Any]:
 
 
 class TinyCheckpoint(DummyCheckpoint):
-    """Of TINY: matrices twice as large, so that logits differ by more than rounding, and norms of many numbers, so that
-    none can be left out.
+    """Of TINY: matrices half as large again, so that logits differ by more than rounding, and norms of many numbers, so
+    that none can be left out.
     """
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class TinyCheckpoint(DummyCheckpoint):
         if target.ndim == 1:
             target.add_(torch.linspace(-0.25, 0.25, len(target)).to(target))
         else:
-            target.mul_(2.0)
+            target.mul_(1.5)
 
 
 def gpu_decoder(spec: ModelSpec, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> TorchDecoder:
