@@ -25,7 +25,7 @@ class IterationTimes:
     cpu_bubble_ns: int
     """The CPU attention service waited for a submit, from its first wait to its last attention."""
     hops_ns: tuple[int, ...]
-    """For each layer and sub-batch, or cohort, that went to the CPU, see `hop_ns`."""
+    """For each layer and sub-batch, or cohort, that went to the CPU, see `hop_ns`; none of a replayed graph's."""
 
     @property
     def longer_side_ns(self) -> int:
@@ -63,7 +63,8 @@ def _hops_ns(gpu: Iterable[TraceEvent], cpu: Iterable[TraceEvent]) -> tuple[int,
     by_place = {(event.kind, event.layer, event.sub_batch): event for event in (*gpu, *cpu)}
     hops = []
     for kind, layer, sub_batch in by_place:
-        if kind is TraceKind.CPU_ATTEND:
+        # A replayed graph is one step of the executor's, whose layers nobody has seen.
+        if kind is TraceKind.CPU_ATTEND and (TraceKind.SUBMIT, layer, sub_batch) in by_place:
             kinds = (TraceKind.SUBMIT, TraceKind.CPU_WAIT, TraceKind.CPU_ATTEND, TraceKind.WAIT)
             hops.append(hop_ns(*(by_place[each, layer, sub_batch] for each in kinds)))
     return tuple(hops)
