@@ -15,7 +15,7 @@ _WHAT = "memory of activations"
 def report_activations(setting: Setting, report: Report, executor: Executor, limits: Limits) -> None:
     """One row; of an executor without an open epoch, so that there is room."""
     if not setting.on_cuda:
-        report.not_run(_WHAT, "device cpu does not count what is allocated")
+        report.not_run(_WHAT, "device cpu has no count of what is allocated")
         return
     decoder = executor.decoder
     bound = Activations(decoder.spec, decoder.device, decoder.weight_dtype, None).num_bytes(limits)

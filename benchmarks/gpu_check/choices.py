@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable
 
 from gpu_check.rows import Report
+from gpu_check.setting import Setting
 from gpu_svc.executor import Executor
 from gpu_svc.graph_keys import GraphKey
 from gpu_svc.host_tier import HostTier
@@ -63,9 +64,15 @@ def report_host(report: Report, host: HostTier, log: Heard) -> None:
     report.figure("what was chosen", f"{detail}{'; ' if said else ''}{said}", by_stream=streams, pinned=pinned)
 
 
-def report_graphs(report: Report, executor: Executor, log: Heard) -> None:
+def captured_text(executor: Executor) -> str:
+    keys = captured(executor)
+    num_mixed = sum(key.has_cpu_work for key in keys)
+    return f"captured are {len(keys) - num_mixed} sizes on the GPU alone, {num_mixed} with CPU work"
+
+
+def report_graphs(setting: Setting, report: Report, executor: Executor, log: Heard) -> None:
     """One row on those of the open epoch."""
-    if executor.decoder.device.type == "cpu":
+    if not setting.on_cuda:
         report.not_run("graphs", NO_GRAPHS)
         return
     keys = captured(executor)

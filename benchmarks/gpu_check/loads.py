@@ -67,7 +67,7 @@ def _measure_all(
     host = open_epoch(
         report, executor, 1, case.limits, lambda: worker.attach(executor, 1, case.limits) if worker else None
     )
-    report_graphs(report, executor, log)
+    report_graphs(setting, report, executor, log)
     if host:
         report_host(report, host, log)
     estimates = estimator(executor, setting, report, case_name, host is not None)

@@ -8,7 +8,7 @@ from itertools import count
 import torch
 
 from gpu_check import absent
-from gpu_check.choices import NO_GRAPHS, NO_STREAM, Heard, captured, report_host
+from gpu_check.choices import NO_GRAPHS, NO_STREAM, Heard, captured, captured_text, report_host
 from gpu_check.driver import Driver
 from gpu_check.host import Worker, cpu_attention
 from gpu_check.model import TINY, TinyCheckpoint, cpu_decoder, gpu_decoder, make_executor, sixteen_bits
@@ -107,11 +107,13 @@ def _prefill(driver: Driver, tiers: dict[int, Tier]) -> None:
         driver.prefill(sequence_id, PROMPTS[sequence_id], tier, NUM_TOKENS, _CHUNK_TOKENS)
 
 
-def compare(report: Report, what: str, tokens: dict[int, list[int]], expected: dict[int, list[int]]) -> None:
+def compare(
+    report: Report, what: str, tokens: dict[int, list[int]], expected: dict[int, list[int]], note: str = ""
+) -> None:
     """One row."""
     pairs = [pair for i in expected for pair in zip(tokens.get(i, []), expected[i], strict=False)]
     same, total = sum(a == b for a, b in pairs), sum(map(len, expected.values()))
-    report.check(what, tokens == expected, f"{same} of {total} tokens are the same", same=same, tokens=total)
+    report.check(what, tokens == expected, f"{same} of {total} tokens are the same{note}", same=same, tokens=total)
 
 
 def run(setting: Setting, report: Report) -> None:
@@ -171,24 +173,26 @@ class _Checks:
         """One row."""
         what = _what(name, how)
         try:
-            driver = self._open(executor, by_thread=how == _BY_THREAD)
+            driver = self._open(executor, None if name == "GPU-only" else self._worker, by_thread=how == _BY_THREAD)
         except Exception as error:
             # What can't be captured is no wrong token: the service goes on without.
             self._broke(what, how != _WITH_GRAPHS, error)
             return
-        if how == _WITH_GRAPHS and not captured(executor):
+        with_graphs = how == _WITH_GRAPHS
+        if with_graphs and not captured(executor):
             self._report.not_run(what, self._log.graphs_text())
             return
         try:
             MODES[name](driver)
-            compare(self._report, what, driver.tokens, self._expected)
+            note = f"; {captured_text(executor)}" if with_graphs else ""
+            compare(self._report, what, driver.tokens, self._expected, note)
         except Exception as error:
             self._broke(what, True, error)
 
     def report_host(self, executor: Executor) -> bool:
         """A row on what the device does by itself; whether it does anything."""
         try:
-            self._open(executor)
+            self._open(executor, self._worker)
             host = executor._epoch.host if executor._epoch else None
             assert host is not None
             report_host(self._report, host, self._log)
@@ -197,10 +201,10 @@ class _Checks:
             self._broke("what was chosen", False, error)
             return False
 
-    def _open(self, executor: Executor, by_thread: bool = False) -> Driver:
+    def _open(self, executor: Executor, worker: Worker | None, by_thread: bool = False) -> Driver:
         executor.close_epoch()  # The worker holds one region at a time.
         number = next(self._epochs)
-        host = self._worker.attach(executor, number, LIMITS, by_thread=by_thread) if self._worker else None
+        host = worker.attach(executor, number, LIMITS, by_thread=by_thread) if worker else None
         return Driver(executor, LIMITS, host, epoch=number)
 
     def _broke(self, what: str, is_check: bool, error: Exception) -> None:
