@@ -21,7 +21,7 @@ _CHOICES = (
     "gpu_svc.cuda.streams",
 )
 """Loggers that tell of them."""
-_MOST_LINES = 3
+_MOST_LINES = 6
 
 
 class Heard(logging.Handler):

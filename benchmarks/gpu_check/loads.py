@@ -50,17 +50,23 @@ def run(setting: Setting, report: Report, case_name: str) -> None:
     if not setting.on_cuda and absent.lacking(*absent.EXTENSION_MODULES):
         report.not_run("GPU-only", "device cpu computes with the C++ extensions")
         return
+    log = Heard()
     with nullcontext() if reason else cpu_attention(setting) as worker:
         host_kv_bytes = worker.kv_bytes if worker else 0
         with dummy_executor(case, setting, report, host_kv_bytes) as executor:
             if executor is not None:
-                _measure_all(setting, report, case, case_name, executor, worker)
+                _measure_all(setting, report, log, case, case_name, executor, worker)
 
 
 def _measure_all(
-    setting: Setting, report: Report, case: Case, case_name: str, executor: Executor, worker: Worker | None
+    setting: Setting,
+    report: Report,
+    log: Heard,
+    case: Case,
+    case_name: str,
+    executor: Executor,
+    worker: Worker | None,
 ) -> None:
-    log = Heard()
     report_activations(setting, report, executor, case.limits)
     modes_s = setting.seconds / (2 * (len(Mode) + 1))
     eager_per_s = _measure_eager(setting, report, case, executor, modes_s)

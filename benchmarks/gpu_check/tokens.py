@@ -121,7 +121,7 @@ def run(setting: Setting, report: Report) -> None:
         for name in MODES:
             report.not_run(_what(name), f"{reason}: device cpu can't compute the reference")
         return
-    checkpoint = TinyCheckpoint()
+    log, checkpoint = Heard(), TinyCheckpoint()
     expected = gpu_only_tokens(cpu_decoder(TINY, checkpoint))
     decoder = gpu_decoder(TINY, checkpoint, torch.float32, setting.device)
     compare(report, _what("GPU-only"), gpu_only_tokens(decoder), expected)
@@ -131,10 +131,10 @@ def run(setting: Setting, report: Report) -> None:
         for name in others:
             report.not_run(_what(name), reason)
         if setting.on_cuda:
-            _Checks(report, expected).check(tiny_executor(decoder, graphs=True), "GPU-only", _WITH_GRAPHS)
+            _Checks(report, log, expected).check(tiny_executor(decoder, graphs=True), "GPU-only", _WITH_GRAPHS)
         return
     with cpu_attention(setting) as worker:
-        checks = _Checks(report, expected, worker)
+        checks = _Checks(report, log, expected, worker)
         executor = tiny_executor(decoder, worker.kv_bytes)
         for name in others:
             checks.check(executor, name)
@@ -162,12 +162,14 @@ def _what(mode: str, how: str = "") -> str:
 class _Checks:
     """Of modes, an epoch each; what breaks one breaks no other."""
 
-    def __init__(self, report: Report, expected: dict[int, list[int]], worker: Worker | None = None) -> None:
+    def __init__(
+        self, report: Report, log: Heard, expected: dict[int, list[int]], worker: Worker | None = None
+    ) -> None:
         self._report = report
+        self._log = log
         self._expected = expected
         self._worker = worker
         self._epochs = count(1)
-        self._log = Heard()
 
     def check(self, executor: Executor, name: str, how: str = "") -> None:
         """One row."""
