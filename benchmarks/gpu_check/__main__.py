@@ -28,7 +28,6 @@ COSTS = {
     "triton": "torch's own operations instead of the kernels",
     "zmq": "no attention on the CPU: GPU-only is all that runs",
     "nanobind": "needed to build the C++ extensions, where they are not built",
-    "safetensors": "streamed and CPU layers are not checked",
     "pydantic": "streamed and CPU layers are not checked",
     "transformers": "no tokens to compare with and no peer",
     "cuda.bindings": "doorbells are rung by a thread of the host, not by the stream",
@@ -36,6 +35,7 @@ COSTS = {
 }
 _DISTRIBUTIONS = {"zmq": "pyzmq", "cuda.bindings": "cuda-bindings", "flashinfer": "flashinfer-python"}
 _PRELOADED = ("tokens", "policies", "kernels", "reference", "launches", "loads", "serving", "peer", "machine")
+_PEER = "transformers.models.llama.modeling_llama"
 
 
 def arguments() -> argparse.Namespace:
@@ -79,6 +79,16 @@ def _log_end(path: Path) -> list[str]:
     return path.read_text(errors="replace").splitlines()[-_LOG_LINES:] if path.exists() else []
 
 
+def _preload(args: argparse.Namespace) -> None:
+    """Once for all stages; what can't be imported says so in its stage."""
+    modules = [f"gpu_check.{module}" for module in _PRELOADED]
+    if args.device == "cpu" and args.stages is None:  # It might look for a GPU, which only a forked process may do.
+        modules.append(_PEER)
+    for module in modules:
+        with suppress(Exception):
+            import_module(module)
+
+
 def main() -> None:
     args = arguments()
     if args.tiny and args.device == "cpu":
@@ -94,9 +104,7 @@ def main() -> None:
     from gpu_check.setting import Setting
     from gpu_check.stages import NO_DEVICE, STAGES, run_all
 
-    for module in _PRELOADED:  # Once for all stages; one that can't be imported says so in its stage.
-        with suppress(Exception):
-            import_module(f"gpu_check.{module}")
+    _preload(args)
     out = Path(os.environ["OUT"])
     for old in ("gpu_check.json", "gpu_check.txt", "gpu_check.log"):
         (out / old).unlink(missing_ok=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gpu_check.model import LLAMA_2_7B, LLAMA_3_1_8B, TINY, dummy_decoder, make_executor, sixteen_bits
+from gpu_check.model import BESIDE_BYTES, LLAMA_2_7B, LLAMA_3_1_8B, TINY, dummy_decoder, make_executor, sixteen_bits
 from gpu_check.rows import Report
 from gpu_check.setting import Setting
 from gpu_svc.executor import Executor
@@ -22,8 +22,6 @@ MODE_NAMES = {
     "decoupled": "decoupled cohort",
 }
 """For people."""
-_BESIDE_BYTES = 10**9
-"""On a GPU: activations, and what torch keeps of what it freed."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +46,10 @@ class Case:
         return self.prompt_tokens + self.output_tokens // 2
 
 
-_LIMITS = Limits(max_sequences=256, max_batch_tokens=2048, max_sequence_tokens=2048)
 _CASES = {
-    # An A10G's, a T4's.
-    "8b": Case("Llama-3.1-8B", LLAMA_3_1_8B, 1650, 1000, 100, _LIMITS),
-    "7b": Case("Llama-2-7B", LLAMA_2_7B, 54, 500, 100, _LIMITS),
+    # An A10G's, a T4's; as many sequences as both tiers have KV for, and some more: each size takes time to capture.
+    "8b": Case("Llama-3.1-8B", LLAMA_3_1_8B, 1650, 1000, 100, Limits(128, 2048, 2048)),
+    "7b": Case("Llama-2-7B", LLAMA_2_7B, 54, 500, 100, Limits(64, 2048, 2048)),
 }
 _TINY_LIMITS = Limits(max_sequences=12, max_batch_tokens=48, max_sequence_tokens=96)
 _TINY_CASES = {
@@ -87,7 +84,7 @@ def does_not_fit(case: Case, setting: Setting, kv_tokens: int = 0) -> str:
     free, total = torch.cuda.mem_get_info(setting.device)
     dtype = sixteen_bits(setting.device)
     kv_bytes = (kv_tokens or case.gpu_tokens) * case.spec.kv_bytes_per_token(dtype.itemsize)
-    needed = case.spec.weight_bytes(dtype.itemsize) + kv_bytes + _BESIDE_BYTES
+    needed = case.spec.weight_bytes(dtype.itemsize) + kv_bytes + BESIDE_BYTES
     if needed <= free:
         return ""
     return f"takes {needed / 1e9:.1f} GB, of {total / 1e9:.1f} GB on the device {free / 1e9:.1f} are free"

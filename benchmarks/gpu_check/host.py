@@ -14,7 +14,7 @@ from pathlib import Path
 from gpu_check.setting import Setting
 from gpu_svc.cpu_attention_client import host_pool, region_shape
 from gpu_svc.executor import Executor
-from gpu_svc.host_tier import HostTier
+from gpu_svc.host_tier import HostPool, HostTier
 from gpu_svc.limits import Limits
 from svc_common.cores import usable_cores
 from svc_common.decoder.dtypes import dtype_name
@@ -43,9 +43,17 @@ class Worker:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def attach(
-        self, executor: Executor, epoch: int, limits: Limits, policy: ExecutionPolicy | None = None, model: str = ""
+        self,
+        executor: Executor,
+        epoch: int,
+        limits: Limits,
+        policy: ExecutionPolicy | None = None,
+        model: str = "",
+        by_thread: bool = False,
     ) -> HostTier:
-        """A new region for an epoch. `model`: a directory, where the policy has CPU layers."""
+        """A new region for an epoch. `by_thread`: a GPU is to do nothing with it by itself. `model`: a directory with a
+        shape, where the policy has CPU layers.
+        """
         decoder = executor.decoder
         shape = region_shape(decoder, executor.kv_shape, limits, policy, executor.num_gpu_blocks(policy))
         wanted = {
@@ -68,6 +76,8 @@ class Worker:
             raise WorkerError(f"the CPU attention worker: {answer['error']}")
         self.instruction_set = answer["instruction_set"]
         plane = TensorPlane.attach(answer["path"], answer["endpoint"], epoch, shape)
+        if by_thread:
+            return HostTier([HostPool(plane, self.num_threads)])
         return HostTier([host_pool(plane, self.num_threads, decoder.device)])
 
     def end(self) -> None:

@@ -7,6 +7,7 @@ by tokens per second; what it predicts is compared with what is then measured.
 import json
 import statistics
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -15,17 +16,23 @@ from typing import Any
 import numpy as np
 
 from gpu_check import absent
+from gpu_check.activations import report_activations
 from gpu_check.cases import BLOCK_TOKENS, MODE_NAMES, Case, case_of, dummy_executor
+from gpu_check.choices import NO_GRAPHS, NO_STREAM, Heard, open_epoch, report_graphs, report_host
 from gpu_check.estimates import estimator
 from gpu_check.host import Worker, cpu_attention
+from gpu_check.model import make_executor
 from gpu_check.rig import Load, Rig
 from gpu_check.rows import Report
 from gpu_check.setting import Setting
 from gpu_check.timelines import profile_kernels, timelines
 from gpu_svc.cpu_trip import cpu_trip
 from gpu_svc.executor import Executor
+from gpu_svc.host_tier import HostTier
+from gpu_svc.limits import Limits
 from neoflex.trace.chrome import to_chrome
 from planner_svc.estimator import CohortLoad, IterationLoad, SubBatchLoad, TableEstimator, hidden_cohort_layers
+from svc_common.decoder.decoder import Decoder
 from svc_common.plan import Mode
 from svc_common.trace import IterationTrace
 
@@ -43,29 +50,43 @@ def run(setting: Setting, report: Report, case_name: str) -> None:
     if not setting.on_cuda and absent.lacking(*absent.EXTENSION_MODULES):
         report.not_run("GPU-only", "device cpu computes with the C++ extensions")
         return
+    log = Heard()
     with nullcontext() if reason else cpu_attention(setting) as worker:
         host_kv_bytes = worker.kv_bytes if worker else 0
         with dummy_executor(case, setting, report, host_kv_bytes) as executor:
             if executor is not None:
-                _measure_all(setting, report, case, case_name, executor, worker)
+                _measure_all(setting, report, log, case, case_name, executor, worker)
 
 
 def _measure_all(
-    setting: Setting, report: Report, case: Case, case_name: str, executor: Executor, worker: Worker | None
+    setting: Setting,
+    report: Report,
+    log: Heard,
+    case: Case,
+    case_name: str,
+    executor: Executor,
+    worker: Worker | None,
 ) -> None:
-    host = worker.attach(executor, 1, case.limits) if worker else None
-    executor.open_epoch(1, case.limits, host)
+    report_activations(setting, report, executor, case.limits)
+    modes_s = setting.seconds / (2 * (len(Mode) + 1))
+    eager_per_s = _measure_eager(setting, report, case, executor, modes_s)
+    host = open_epoch(
+        report, executor, 1, case.limits, lambda: worker.attach(executor, 1, case.limits) if worker else None
+    )
+    report_graphs(setting, report, executor, log)
+    if host:
+        report_host(report, host, log)
     estimates = estimator(executor, setting, report, case_name, host is not None)
-    if worker:
-        _measure_trips(report, executor, worker)
+    trips_s = _measure_trips(report, executor.decoder, host, worker, case.limits) if worker and host else {}
     rig = Rig(executor, case)
     modes = [*Mode] if worker and rig.on_host else [Mode.GPU_ONLY]
     traces: list[IterationTrace] = []
-    base_per_s = 0.0
+    base = eager_per_s, "x without graphs"
     for mode in modes:
         load = _choose(estimates, rig, mode)
-        per_s = _measure(setting, report, rig, mode, load, setting.seconds / (2 * len(modes)), base_per_s)
-        base_per_s = base_per_s or per_s
+        per_s = _measure(report, rig, mode, load, modes_s, *base)
+        if mode is Mode.GPU_ONLY:
+            base = per_s, "x GPU-only"
         traces += timelines(report, rig, mode, load)
     path = setting.out / f"iterations-{case_name}.json"
     path.write_text(json.dumps(to_chrome(traces)))
@@ -74,25 +95,72 @@ def _measure_all(
         mode = Mode.ASYMMETRIC if Mode.ASYMMETRIC in modes else Mode.GPU_ONLY
         profile_kernels(setting, report, case_name, rig, mode, _choose(estimates, rig, mode))
     report.figure("the executor's status", "in the JSON", status=asdict(executor.status()))
+    if worker and host:
+        if host.uses_stream_doorbells:
+            _measure_trips_by_thread(report, executor, worker, case.limits, trips_s)
+        else:
+            report.not_run("hops by the device's streams", NO_STREAM if not setting.on_cuda else "they can't ring here")
 
 
-def _measure_trips(report: Report, executor: Executor, worker: Worker) -> None:
-    """The hop, layer by layer: q, k and v to the CPU and its answer back."""
-    epoch = executor._epoch
-    assert epoch is not None
-    assert epoch.host is not None
-    pool = epoch.host.only_pool
+def _measure_eager(setting: Setting, report: Report, case: Case, executor: Executor, seconds: float) -> float:
+    """Tokens per second of decodes on the GPU alone that are launched kernel by kernel; 0 where all are."""
+    what = "decodes, GPU-only, without graphs"
+    if not setting.on_cuda:
+        report.not_run(what, NO_GRAPHS)
+        return 0.0
+    try:
+        eager = make_executor(executor.decoder, BLOCK_TOKENS, case.gpu_blocks, graphs=False)
+        eager.open_epoch(1, case.limits, None)
+        rig = Rig(eager, case)
+        load = Load(0, 0, 0, 0.0, len(rig.on_gpu))
+        measured_s = statistics.median(_times_s(rig, Mode.GPU_ONLY, load, seconds))
+        eager.close()
+    except Exception as error:
+        traceback.print_exc()
+        report.broke(what, False, f"{type(error).__name__}: {error}")
+        return 0.0
+    per_s = load.tokens / measured_s
+    detail = f"{1 / measured_s:.1f} iterations/s, {per_s:.0f} tokens/s; measured {measured_s * 1e3:.2f} ms"
+    report.figure(what, detail, tokens_per_s=per_s, measured_s=measured_s)
+    return per_s
+
+
+def _measure_trips(
+    report: Report, decoder: Decoder, host: HostTier, worker: Worker, limits: Limits, how: str = ""
+) -> dict[int, float]:
+    """The hop, layer by layer: q, k and v to the CPU and its answer back. Seconds on the way, by sequences."""
+    trips_s = {}
     for num in _TRIPS:
-        if num > min(pool.num_blocks, epoch._limits.max_sequences):
+        if num > min(host.num_blocks, limits.max_sequences):
             continue
         tables = np.arange(num, dtype=np.int32)[:, None]
-        trip = cpu_trip(executor.decoder, pool, num, BLOCK_TOKENS, tables)
-        detail = f"copies {trip.copy_s * 1e6:.1f} us, doorbells {trip.signal_s * 1e6:.1f} us a layer, "
+        trip = cpu_trip(decoder, host.only_pool, num, BLOCK_TOKENS, tables)
+        by = "copies and doorbells" if host.uses_stream_doorbells else f"copies {trip.copy_s * 1e6:.1f} us, doorbells"
+        detail = f"{by} {trip.signal_s * 1e6:.1f} us a layer, "
         detail += (
             f"attention of {BLOCK_TOKENS} tokens each {trip.attention_s * 1e6:.1f} us, {worker.num_threads} threads"
         )
         figures: dict[str, Any] = {"copy_s": trip.copy_s, "signal_s": trip.signal_s, "attention_s": trip.attention_s}
-        report.figure(f"hop of {num} sequences", f"{detail}, {worker.instruction_set}", **figures)
+        report.figure(f"hop of {num} sequences{how}", f"{detail}, {worker.instruction_set}", **figures)
+        trips_s[num] = trip.copy_s + trip.signal_s
+    return trips_s
+
+
+def _measure_trips_by_thread(
+    report: Report, executor: Executor, worker: Worker, limits: Limits, by_stream_s: dict[int, float]
+) -> None:
+    """The same without what the device does by itself."""
+    executor.close_epoch()  # The worker holds one region at a time.
+    host = worker.attach(executor, 2, limits, by_thread=True)
+    try:
+        how = ", by the executor's thread"
+        by_thread_s = _measure_trips(report, executor.decoder, host, worker, limits, how)
+    finally:
+        host.close()
+    for num, seconds in by_stream_s.items():
+        detail = f"{seconds * 1e6:.1f} us by the streams, {by_thread_s[num] * 1e6:.1f} us by the thread"
+        ratio = by_thread_s[num] / seconds if seconds else None
+        report.figure(f"way of {num} sequences there and back", detail, ratio, "by the thread / by the streams")
 
 
 def _choose(estimates: TableEstimator, rig: Rig, mode: Mode) -> Load:
@@ -149,16 +217,22 @@ def _counts(most: int) -> Iterator[int]:
     yield most
 
 
-def _measure(
-    setting: Setting, report: Report, rig: Rig, mode: Mode, load: Load, seconds: float, base_per_s: float
-) -> float:
-    """Tokens per second. `base_per_s`: of GPU-only."""
+def _times_s(rig: Rig, mode: Mode, load: Load, seconds: float) -> list[float]:
+    """Of iterations, or steps of a cohort, that are measured for so long."""
     for _ in range(_WARM_UP):
         rig.step_s(mode, load)
     times_s: list[float] = []
     end_s = time.monotonic() + seconds
     while len(times_s) < _LEAST or (time.monotonic() < end_s and len(times_s) < _MOST):
         times_s.append(rig.step_s(mode, load))
+    return times_s
+
+
+def _measure(
+    report: Report, rig: Rig, mode: Mode, load: Load, seconds: float, base_per_s: float, ratio_of: str
+) -> float:
+    """Tokens per second. `base_per_s`: what that is compared with, if anything."""
+    times_s = _times_s(rig, mode, load, seconds)
     # A neighbour of a shared machine disturbs some of them.
     measured_s = statistics.median(times_s)
     per_s = load.tokens / measured_s
@@ -172,7 +246,7 @@ def _measure(
         "predicted_s": load.predicted_s,
     }
     figures |= {"measured_s": measured_s, "least_s": min(times_s), "num_measured": len(times_s)}
-    ratio, of = (per_s / base_per_s, "x GPU-only") if base_per_s else (None, "")
+    ratio, of = (per_s / base_per_s, ratio_of) if base_per_s else (None, "")
     report.figure(f"decodes, {MODE_NAMES[mode.value]}", detail, ratio, of, error=error, on_host=load.on_host, **figures)
     return per_s
 

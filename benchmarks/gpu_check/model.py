@@ -1,6 +1,5 @@
 """Models of known shapes with random weights, their decoders on the device and on the CPU, and executors of them."""
 
-import zlib
 from typing import Any
 
 import torch
@@ -9,14 +8,17 @@ from torch import Tensor
 from gpu_check.setting import Setting
 from gpu_svc.device_kernels import decoder_ops
 from gpu_svc.executor import Executor
+from gpu_svc.graph_options import GraphOptions, graph_bytes, graph_options
 from gpu_svc.kv_cache import KvShape
+from svc_common.decoder.checkpoint import Checkpoint
 from svc_common.decoder.decoder import Decoder
+from svc_common.decoder.dummy import DummyCheckpoint
 from svc_common.decoder.load import load_decoder, load_weights
 from svc_common.decoder.torch_decoder import TorchDecoder
 from svc_common.model.spec import ModelSpec, RopeSpec
 
-_STD = 0.02
-"""As transformers initialises weights."""
+BESIDE_BYTES = 10**9
+"""On a GPU: activations, and what torch keeps of what it freed."""
 _CPU = torch.device("cpu")
 
 
@@ -78,86 +80,35 @@ def hf_config(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Of all tensors of the checkpoint, by their names in it."""
-    hidden, inner = spec.hidden_size, spec.intermediate_size
-    q_size, kv_size = spec.num_q_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    of_layer = {
-        "input_layernorm": (hidden,),
-        "self_attn.q_proj": (q_size, hidden),
-        "self_attn.k_proj": (kv_size, hidden),
-        "self_attn.v_proj": (kv_size, hidden),
-        "self_attn.o_proj": (hidden, q_size),
-        "post_attention_layernorm": (hidden,),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-    }
-    others = {
-        "model.embed_tokens": (spec.vocab_size, hidden),
-        "model.norm": (hidden,),
-        "lm_head": (spec.vocab_size, hidden),
-    }
-    layers = {
-        f"model.layers.{layer}.{name}": shape for layer in range(spec.num_layers) for name, shape in of_layer.items()
-    }
-    return {f"{name}.weight": shape for name, shape in (others | layers).items()}
+class TinyCheckpoint(DummyCheckpoint):
+    """Of TINY: matrices half as large again, so that logits differ by more than rounding, and norms of many numbers, so
+    that none can be left out.
+    """
 
-
-class RandomCheckpoint:
-    """A `Checkpoint` of no file: the same numbers for the same name each time, made where they are wanted."""
-
-    def __init__(self, spec: ModelSpec, device: torch.device = _CPU, std: float = _STD) -> None:
-        self._shapes = shapes(spec)
-        self._device = device
-        self._std = std
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._shapes
-
-    def read(self, name: str) -> Tensor:
-        shape = self._shapes[name]
-        # Matrices for a GPU are made in 16 bits: two of the largest must find room there.
-        dtype = torch.float32 if len(shape) == 1 or self._device.type == "cpu" else torch.bfloat16
-        numbers = torch.empty(shape, dtype=dtype, device=self._device)
-        self.fill(name, numbers)
-        return numbers
+    def __init__(self) -> None:
+        super().__init__(TINY)
 
     def fill(self, name: str, target: Tensor) -> None:
-        """Writes the tensor into `target`, of its shape and on the checkpoint's device."""
-        generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
-        assert tuple(target.shape) == self._shapes[name]
-        if target.dim() == 1:
-            target.uniform_(0.75, 1.25, generator=generator)
+        super().fill(name, target)
+        if target.ndim == 1:
+            target.add_(torch.linspace(-0.25, 0.25, len(target)).to(target))
         else:
-            target.normal_(0.0, self._std, generator=generator)
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """All of them, as a model of transformers is loaded with."""
-        return {name: self.read(name) for name in self._shapes}
+            target.mul_(1.5)
 
 
-def tiny_checkpoint() -> RandomCheckpoint:
-    """Weights large enough for logits that differ: a token is no matter of rounding."""
-    return RandomCheckpoint(TINY, std=0.25)
-
-
-def gpu_decoder(
-    spec: ModelSpec, checkpoint: RandomCheckpoint, dtype: torch.dtype, device: torch.device
-) -> TorchDecoder:
+def gpu_decoder(spec: ModelSpec, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> TorchDecoder:
     """The one that a GPU computes with, on whatever device."""
     return TorchDecoder(spec, load_weights(checkpoint, spec, dtype, device), decoder_ops(device))
 
 
-def cpu_decoder(spec: ModelSpec, checkpoint: RandomCheckpoint) -> Decoder:
+def cpu_decoder(spec: ModelSpec, checkpoint: Checkpoint) -> Decoder:
     """The one of device "cpu", in fp32."""
     return load_decoder(checkpoint, spec, torch.float32, _CPU)
 
 
 def dummy_decoder(spec: ModelSpec, setting: Setting) -> Decoder:
     """With numbers that mean nothing, in the type that the device is meant for."""
-    checkpoint = RandomCheckpoint(spec, setting.device)
+    checkpoint = DummyCheckpoint(spec)
     if setting.on_cuda:
         return gpu_decoder(spec, checkpoint, sixteen_bits(setting.device), setting.device)
     return cpu_decoder(spec, checkpoint)
@@ -170,7 +121,21 @@ def sixteen_bits(device: torch.device) -> torch.dtype:
     return torch.bfloat16
 
 
-def make_executor(decoder: Decoder, block_tokens: int, gpu_blocks: int, host_kv_bytes: int = 0) -> Executor:
-    """The only place here that makes one: KV is in the decoder's type."""
+def make_executor(
+    decoder: Decoder, block_tokens: int, gpu_blocks: int, host_kv_bytes: int = 0, graphs: bool = True
+) -> Executor:
+    """The only place here that makes one: KV is in the decoder's type, graphs are as in the service."""
     shape = KvShape.of(decoder.spec, block_tokens, decoder.dtype)
-    return Executor(decoder, shape, gpu_blocks * shape.block_bytes, host_kv_bytes=host_kv_bytes)
+    gpu_kv_bytes = gpu_blocks * shape.block_bytes
+    options = _graph_options(decoder.device, gpu_kv_bytes) if graphs else None
+    return Executor(decoder, shape, gpu_kv_bytes, host_kv_bytes=host_kv_bytes, graphs=options)
+
+
+def _graph_options(device: torch.device, gpu_kv_bytes: int) -> GraphOptions | None:
+    """None where the device has no graphs, or no room for any beside KV."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.empty_cache()
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    room_bytes = free_bytes - gpu_kv_bytes - BESIDE_BYTES
+    return graph_options(max(0, min(graph_bytes(None, device, total_bytes), room_bytes)), device)

@@ -9,6 +9,7 @@ import torch
 
 from gpu_check import absent
 from gpu_check.cases import BLOCK_TOKENS, case_of, does_not_fit
+from gpu_check.choices import captured_text
 from gpu_check.driver import Driver
 from gpu_check.model import dummy_decoder, hf_config, make_executor, sixteen_bits
 from gpu_check.rows import Report
@@ -52,13 +53,13 @@ def run(setting: Setting, report: Report) -> None:
     gc.collect()
     if setting.on_cuda:
         torch.cuda.empty_cache()
-    ours_s = _executor_s(case.spec, setting, batch)
+    ours_s, how = _executor_s(case.spec, setting, batch)
     tokens = batch.num_sequences * batch.output_tokens
     ours, theirs = tokens / ours_s, tokens / theirs_s
     detail = (
         f"{ours:.0f} and {theirs:.0f} output tokens/s, {case.model}, {batch.num_sequences} x {batch.prompt_tokens} "
     )
-    detail += f"in, {batch.output_tokens} out"
+    detail += f"in, {batch.output_tokens} out; {how}"
     report.figure(what, detail, ours / theirs, "executor / transformers", ours_per_s=ours, theirs_per_s=theirs)
 
 
@@ -94,7 +95,8 @@ def _transformers_s(spec: ModelSpec, setting: Setting, batch: _Batch) -> float:
     return min(seconds)
 
 
-def _executor_s(spec: ModelSpec, setting: Setting, batch: _Batch) -> float:
+def _executor_s(spec: ModelSpec, setting: Setting, batch: _Batch) -> tuple[float, str]:
+    """And what of it was captured."""
     decoder = dummy_decoder(spec, setting)
     longest, num = batch.prompt_tokens + batch.output_tokens, batch.num_sequences
     executor = make_executor(decoder, BLOCK_TOKENS, num * -(-longest // BLOCK_TOKENS))
@@ -113,5 +115,6 @@ def _executor_s(spec: ModelSpec, setting: Setting, batch: _Batch) -> float:
             driver.run(SubBatch(gpu_decodes=tuple(range(num))), mode=Mode.GPU_ONLY)
         seconds.append(time.perf_counter() - start_s)
         assert all(len(tokens) == batch.output_tokens for tokens in driver.tokens.values())
+    how = captured_text(executor)
     executor.close()
-    return min(seconds)
+    return min(seconds), how

@@ -9,10 +9,11 @@ import torch
 from gpu_check import absent
 from gpu_check.driver import Driver
 from gpu_check.host import Worker, cpu_attention
-from gpu_check.model import TINY, cpu_decoder, hf_config, tiny_checkpoint
+from gpu_check.model import TINY, cpu_decoder, hf_config
 from gpu_check.rows import Report
 from gpu_check.setting import Setting
 from gpu_check.tokens import LIMITS, asymmetric, compare, gpu_only, gpu_only_tokens, tiny_executor
+from svc_common.decoder.dummy import DummyCheckpoint
 from svc_common.policy import ExecutionPolicy
 
 _LAYERS = TINY.num_layers
@@ -25,14 +26,13 @@ _POLICIES = {
 
 
 def run(setting: Setting, report: Report) -> None:
-    reason = absent.lacking("pydantic", "safetensors") or absent.lacking_host_tier()
+    reason = absent.lacking("pydantic") or absent.lacking_host_tier()
     if reason:
         for name in _POLICIES:
             report.not_run(_what(name), reason)
         return
     os.environ["XDG_CACHE_HOME"] = str(setting.scratch / "cache")  # Of the packed layers, here and in the worker.
-    checkpoint = tiny_checkpoint()
-    expected = gpu_only_tokens(cpu_decoder(TINY, checkpoint))
+    expected = gpu_only_tokens(cpu_decoder(TINY, DummyCheckpoint(TINY)))
     model = _write(setting.scratch / "tiny")
     with cpu_attention(setting) as worker:
         for epoch, (name, policy) in enumerate(_POLICIES.items(), start=1):
@@ -47,12 +47,9 @@ def _what(name: str) -> str:
 
 
 def _write(directory: Path) -> Path:
-    """The tiny model as files: both processes read it for themselves."""
-    from safetensors.torch import save_file
-
+    """The tiny model's shape: both processes make the same weights of it."""
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(hf_config(TINY)))
-    save_file(tiny_checkpoint().tensors, directory / "model.safetensors")
     return directory
 
 
@@ -67,9 +64,9 @@ def _tokens(setting: Setting, worker: Worker, model: Path, policy: ExecutionPoli
     from svc_common.decoder.layer_writer import open_layer_file
     from svc_common.decoder.load import Loader
     from svc_common.decoder.torch_decoder import TorchDecoder
-    from svc_common.model.store import resolve
+    from svc_common.model.shapes import find_model
 
-    files = resolve(str(model))
+    files = find_model(str(model), "dummy")
     spec, checkpoint = open_model(files)
     weights = Loader(checkpoint, spec, torch.float32, setting.device).weights(with_layers=False)
     decoder = TorchDecoder(spec, weights, decoder_ops(setting.device))

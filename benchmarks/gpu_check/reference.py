@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from gpu_check import absent
-from gpu_check.model import TINY, gpu_decoder, hf_config, tiny_checkpoint
+from gpu_check.model import TINY, TinyCheckpoint, gpu_decoder, hf_config
 from gpu_check.rows import Report
 from gpu_check.setting import Setting
 from gpu_check.tokens import NUM_TOKENS, PROMPTS, compare, gpu_only_tokens
@@ -25,9 +25,10 @@ def run(setting: Setting, report: Report) -> None:
     except Exception as error:  # Of another torch, or without a package that it needs.
         report.not_run(_WHAT, f"transformers cannot be imported: {error}")
         return
-    checkpoint = tiny_checkpoint()
+    checkpoint = TinyCheckpoint()
     model: Any = LlamaForCausalLM(LlamaConfig(**hf_config(TINY)))
-    model.load_state_dict(checkpoint.tensors)
+    for name, tensor in model.state_dict().items():
+        checkpoint.fill(name, tensor)
     model.eval()
     expected = {i: _greedy(model, prompt) for i, prompt in PROMPTS.items()}
     decoder = gpu_decoder(TINY, checkpoint, torch.float32, setting.device)

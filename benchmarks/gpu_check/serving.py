@@ -12,11 +12,13 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any
 
 from gpu_check import absent
 from gpu_check.cases import BLOCK_TOKENS, MODE_NAMES, Case, case_of, dummy_executor
+from gpu_check.choices import open_epoch
 from gpu_check.estimates import estimator
 from gpu_check.host import Worker, cpu_attention
 from gpu_check.rows import Report
@@ -97,8 +99,8 @@ def _serve_all(
     for epoch, mode in enumerate(modes, start=1):
         executor.close_epoch()  # The worker holds one region at a time.
         both = worker if mode != "gpu_only" else None
-        host = both.attach(executor, epoch, case.limits) if both else None
-        executor.open_epoch(epoch, case.limits, host)
+        attach = partial(both.attach, executor, epoch, case.limits) if both else _no_host
+        host = open_epoch(report, executor, epoch, case.limits, attach)
         estimates = estimator(executor, setting, report, case_name, both is not None)
         capacity = Capacity(
             gpu_blocks=executor.num_gpu_blocks(),
@@ -111,6 +113,10 @@ def _serve_all(
         )
         per_s = _serve_one(report, case, executor, capacity, estimates, mode, epoch, seconds, base_per_s)
         base_per_s = base_per_s or per_s
+
+
+def _no_host() -> None:
+    """GPU-only has no host tier."""
 
 
 def _serve_one(

@@ -1,14 +1,17 @@
 """Whether every mode yields the tokens of device "cpu", with a tiny model in fp32."""
 
+import traceback
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 
 import torch
 
 from gpu_check import absent
+from gpu_check.choices import NO_GRAPHS, NO_STREAM, Heard, captured, captured_text, report_host
 from gpu_check.driver import Driver
 from gpu_check.host import Worker, cpu_attention
-from gpu_check.model import TINY, cpu_decoder, gpu_decoder, make_executor, sixteen_bits, tiny_checkpoint
+from gpu_check.model import TINY, TinyCheckpoint, cpu_decoder, gpu_decoder, make_executor, sixteen_bits
 from gpu_check.rows import Report
 from gpu_check.setting import Setting
 from gpu_svc.executor import Executor
@@ -30,8 +33,8 @@ _LOGPROB_ERROR = 0.1
 """Mean, of a prompt's log-probabilities in 16 bits against fp32."""
 
 
-def tiny_executor(decoder: Decoder, host_kv_bytes: int = 0) -> Executor:
-    return make_executor(decoder, _BLOCK_TOKENS, _NUM_BLOCKS, host_kv_bytes)
+def tiny_executor(decoder: Decoder, host_kv_bytes: int = 0, graphs: bool = False) -> Executor:
+    return make_executor(decoder, _BLOCK_TOKENS, _NUM_BLOCKS, host_kv_bytes, graphs)
 
 
 def gpu_only_tokens(decoder: Decoder) -> dict[int, list[int]]:
@@ -104,11 +107,13 @@ def _prefill(driver: Driver, tiers: dict[int, Tier]) -> None:
         driver.prefill(sequence_id, PROMPTS[sequence_id], tier, NUM_TOKENS, _CHUNK_TOKENS)
 
 
-def compare(report: Report, what: str, tokens: dict[int, list[int]], expected: dict[int, list[int]]) -> None:
+def compare(
+    report: Report, what: str, tokens: dict[int, list[int]], expected: dict[int, list[int]], note: str = ""
+) -> None:
     """One row."""
     pairs = [pair for i in expected for pair in zip(tokens.get(i, []), expected[i], strict=False)]
     same, total = sum(a == b for a, b in pairs), sum(map(len, expected.values()))
-    report.check(what, tokens == expected, f"{same} of {total} tokens are the same", same=same, tokens=total)
+    report.check(what, tokens == expected, f"{same} of {total} tokens are the same{note}", same=same, tokens=total)
 
 
 def run(setting: Setting, report: Report) -> None:
@@ -116,7 +121,7 @@ def run(setting: Setting, report: Report) -> None:
         for name in MODES:
             report.not_run(_what(name), f"{reason}: device cpu can't compute the reference")
         return
-    checkpoint = tiny_checkpoint()
+    log, checkpoint = Heard(), TinyCheckpoint()
     expected = gpu_only_tokens(cpu_decoder(TINY, checkpoint))
     decoder = gpu_decoder(TINY, checkpoint, torch.float32, setting.device)
     compare(report, _what("GPU-only"), gpu_only_tokens(decoder), expected)
@@ -125,32 +130,94 @@ def run(setting: Setting, report: Report) -> None:
     if reason := absent.lacking_host_tier():
         for name in others:
             report.not_run(_what(name), reason)
+        if setting.on_cuda:
+            _Checks(report, log, expected).check(tiny_executor(decoder, graphs=True), "GPU-only", _WITH_GRAPHS)
         return
     with cpu_attention(setting) as worker:
+        checks = _Checks(report, log, expected, worker)
         executor = tiny_executor(decoder, worker.kv_bytes)
-        for epoch, name in enumerate(others, start=1):
-            try:
-                compare(report, _what(name), _tokens_of(name, executor, worker, epoch), expected)
-            except Exception as error:
-                report.broke(_what(name), True, f"{type(error).__name__}: {error}")
+        for name in others:
+            checks.check(executor, name)
+        by_stream = checks.report_host(executor)
+        if not setting.on_cuda:
+            report.not_run(f"tokens, {_BY_THREAD}", NO_STREAM)
+            report.not_run(f"tokens, {_WITH_GRAPHS}", NO_GRAPHS)
+            return
+        for name in others if by_stream else ():
+            checks.check(executor, name, _BY_THREAD)
+        executor.close_epoch()
+        executor = tiny_executor(decoder, worker.kv_bytes, graphs=True)
+        for name in MODES:
+            checks.check(executor, name, _WITH_GRAPHS)
         executor.close()
 
 
-def _what(mode: str) -> str:
-    return f"tokens, {mode}, against device cpu"
+_BY_THREAD, _WITH_GRAPHS = "doorbells and swaps by the executor's thread", "with graphs"
 
 
-def _tokens_of(name: str, executor: Executor, worker: Worker, epoch: int) -> dict[int, list[int]]:
-    executor.close_epoch()  # The worker holds one region at a time.
-    driver = Driver(executor, LIMITS, worker.attach(executor, epoch, LIMITS), epoch=epoch)
-    MODES[name](driver)
-    return driver.tokens
+def _what(mode: str, how: str = "") -> str:
+    return f"tokens, {mode}{', ' if how else ''}{how}, against device cpu"
+
+
+class _Checks:
+    """Of modes, an epoch each; what breaks one breaks no other."""
+
+    def __init__(
+        self, report: Report, log: Heard, expected: dict[int, list[int]], worker: Worker | None = None
+    ) -> None:
+        self._report = report
+        self._log = log
+        self._expected = expected
+        self._worker = worker
+        self._epochs = count(1)
+
+    def check(self, executor: Executor, name: str, how: str = "") -> None:
+        """One row."""
+        what = _what(name, how)
+        try:
+            driver = self._open(executor, None if name == "GPU-only" else self._worker, by_thread=how == _BY_THREAD)
+        except Exception as error:
+            # What can't be captured is no wrong token: the service goes on without.
+            self._broke(what, how != _WITH_GRAPHS, error)
+            return
+        with_graphs = how == _WITH_GRAPHS
+        if with_graphs and not captured(executor):
+            self._report.not_run(what, self._log.graphs_text())
+            return
+        try:
+            MODES[name](driver)
+            note = f"; {captured_text(executor)}" if with_graphs else ""
+            compare(self._report, what, driver.tokens, self._expected, note)
+        except Exception as error:
+            self._broke(what, True, error)
+
+    def report_host(self, executor: Executor) -> bool:
+        """A row on what the device does by itself; whether it does anything."""
+        try:
+            self._open(executor, self._worker)
+            host = executor._epoch.host if executor._epoch else None
+            assert host is not None
+            report_host(self._report, host, self._log)
+            return host.only_pool.on_device is not None
+        except Exception as error:
+            self._broke("what was chosen", False, error)
+            return False
+
+    def _open(self, executor: Executor, worker: Worker | None, by_thread: bool = False) -> Driver:
+        executor.close_epoch()  # The worker holds one region at a time.
+        number = next(self._epochs)
+        host = worker.attach(executor, number, LIMITS, by_thread=by_thread) if worker else None
+        return Driver(executor, LIMITS, host, epoch=number)
+
+    def _broke(self, what: str, is_check: bool, error: Exception) -> None:
+        traceback.print_exc()
+        self._report.broke(what, is_check, f"{type(error).__name__}: {error}")
 
 
 def _check_sixteen_bits(setting: Setting, report: Report, expected: dict[int, list[int]]) -> None:
     """Log-probabilities of the reference's own answers, which have no near misses to stumble over."""
     texts = {i: (*PROMPTS[i], *expected[i]) for i in PROMPTS}
-    checkpoint, dtype = tiny_checkpoint(), sixteen_bits(setting.device)
+    checkpoint, dtype = TinyCheckpoint(), sixteen_bits(setting.device)
     right = _logprobs(cpu_decoder(TINY, checkpoint), texts)
     ours = _logprobs(gpu_decoder(TINY, checkpoint, dtype, setting.device), texts)
     errors = [abs(a - b) for a, b in zip(ours, right, strict=True)]

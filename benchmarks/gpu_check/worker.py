@@ -52,7 +52,8 @@ def _layers(wanted: dict[str, Any], num_layers: int, threads: Any) -> Any:
     from cpu_attn_svc.host import WantedLayers
     from cpu_attn_svc.layers import CpuLayers
 
-    return CpuLayers.load(wanted["model"], num_layers, WantedLayers(wanted["weight_dtype"], wanted["digest"]), threads)
+    layers = WantedLayers(wanted["weight_dtype"], wanted["digest"])
+    return CpuLayers.load(wanted["model"], "dummy", num_layers, layers, threads)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ class IterationTimes:
     services: dict[int, "ServiceTimes"]
     """Of each CPU attention service that had something to do, by host pool."""
     hops_ns: tuple[int, ...]
-    """For each layer and sub-batch, or cohort, that went to the CPU, see `hop_ns`."""
+    """For each layer and sub-batch, or cohort, that went to the CPU, see `hop_ns`; none of a replayed graph's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,10 @@ def _common_ns(left: Sequence[tuple[int, int]], right: Sequence[tuple[int, int]]
 
 
 def _hops_ns(gpu: Iterable[TraceEvent], services: Iterable[Iterable[TraceEvent]]) -> tuple[int, ...]:
-    """Of several services that attend for one sub-batch, by the one that comes to its end last: all wait for that."""
+    """Of several services that attend for one sub-batch, by the one that comes to its end last: all wait for that.
+
+    A replayed graph is one step of the executor's, whose layers nobody has seen: no hop.
+    """
     of_gpu = {(event.kind, event.layer, event.sub_batch): event for event in gpu}
     last: dict[tuple[int, int], tuple[TraceEvent, TraceEvent]] = {}
     for events in services:
@@ -98,6 +101,7 @@ def _hops_ns(gpu: Iterable[TraceEvent], services: Iterable[Iterable[TraceEvent]]
     return tuple(
         hop_ns(of_gpu[TraceKind.SUBMIT, *place], *attended, of_gpu[TraceKind.WAIT, *place])
         for place, attended in last.items()
+        if (TraceKind.SUBMIT, *place) in of_gpu
     )
 
 

@@ -51,6 +51,13 @@ class TestSummary:
         times = times_of(gpu_only(1, 5))
         assert (times.gpu_busy_ns, times.cpu_busy_ns, times.both_busy_ns, times.hops_ns) == (100, 0, 0, ())
 
+    def test_a_replayed_graph_has_no_hops(self) -> None:
+        eager = pipelined(1, 10_000)
+        replay = TraceEvents((int(TraceKind.REPLAY), int(TraceKind.REPORT)), (-1, -1), (-1, -1), (0, 70), (70, 30))
+        times = times_of(replace(eager, gpu=replay))
+        assert (times.gpu_busy_ns, times.gpu_bubble_ns, times.hops_ns) == (70, 30, ())
+        assert times.cpu_busy_ns == TIMES.cpu_busy_ns
+
     def test_many(self) -> None:
         summary = summarize(three_iterations())
         assert (summary.num_iterations, summary.num_missed) == (3, 1)

@@ -12,6 +12,16 @@ import pytest
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 MODES = ("asymmetric", "same-layer overlap", "decoupled cohort", "swap out and in")
 
+ONLY_ON_CUDA = {
+    "tokens, doorbells and swaps by the executor's thread",
+    "tokens, with graphs",
+    "launches with graphs",
+    "memory of activations",
+    "decodes, GPU-only, without graphs",
+    "graphs",
+    "hops by the device's streams",
+}
+
 
 def check(out: Path, *arguments: str, code: int = 0) -> dict[str, Any]:
     """What it writes, by the interpreter of the tests."""
@@ -36,7 +46,10 @@ def statuses(document: dict[str, Any]) -> dict[tuple[str, str], str]:
 def test_all_of_it(tmp_path: Path) -> None:
     document = check(tmp_path)
     found = statuses(document)
-    assert set(found.values()) == {"PASS", "MEASURED"}, document["rows"]
+    only_on_cuda = [row for row in document["rows"] if row["status"] == "NOT RUN"]
+    assert {row["detail"].split(" has no")[0] for row in only_on_cuda} == {"device cpu"}, only_on_cuda
+    assert {row["what"] for row in only_on_cuda} == ONLY_ON_CUDA
+    assert set(found.values()) == {"PASS", "MEASURED", "NOT RUN"}, document["rows"]
     assert list(dict.fromkeys(stage for stage, _ in found)) == [
         "machine",
         "kernels",
@@ -52,6 +65,7 @@ def test_all_of_it(tmp_path: Path) -> None:
     ]
     assert {found["modes", f"tokens, {mode}, against device cpu"] for mode in (*MODES, "GPU-only")} == {"PASS"}
     assert found["transformers", "tokens, GPU-only, against transformers"] == "PASS"
+    assert found["modes", "what was chosen"] == "MEASURED"
     assert document["device"] == "cpu"
     assert document["packages"]["torch"]
     assert "CPUs" in document["machine"]["processor"]
