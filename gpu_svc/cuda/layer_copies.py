@@ -37,7 +37,8 @@ class LayerCopies:
 
     def make_buffers(self, num: int) -> None:
         """That the main stream has been told to make; nothing is on its way."""
-        self._begun, self._ready = ([make_event(timing=True) for _ in range(num)] for _ in range(2))
+        self._begun = [make_event(timing=True) for _ in range(num)]
+        self._ready = [make_event(timing=True, sleeps=True) for _ in range(num)]
         self._free = [None] * num
         self.follow_main()
 
@@ -103,7 +104,7 @@ class _Staging:
 
     def __init__(self, device: torch.device) -> None:
         self._memory = staging(_STAGING_BYTES, device)
-        self._crossed = make_event()
+        self._crossed = make_event(sleeps=True)
 
     def cross(self, source: Tensor, target: Tensor, stream: torch.cuda.Stream) -> None:
         self._crossed.synchronize()  # What it held before.

@@ -3,6 +3,7 @@
 import ctypes
 import logging
 import mmap
+import threading
 import time
 from collections.abc import Callable
 from functools import cache
@@ -18,6 +19,8 @@ from gpu_svc.cuda.swaps import Arrival
 
 _TEST_S = 2.0
 """For what takes microseconds."""
+_RELEASE_S = 3 * _TEST_S
+"""Longer than all of a test takes that is not held up."""
 _AWAITED = 64
 """Offset in the test's page of the word that is awaited: another cache line than the one that is written."""
 
@@ -186,12 +189,17 @@ def _try_views(device: torch.device, pinned: Pinned) -> str:
 
 
 def _try_words(device: torch.device, pinned: Pinned) -> str:
-    """A wait that the device does not end is let go by its word."""
+    """A wait that the device does not end is let go by its word, also where this thread stands still meanwhile."""
     written, awaited = (ctypes.c_uint32.from_address(pinned.address + offset) for offset in (0, _AWAITED))
     stream, done = make_stream(device), make_event()
     base = pinned.device_address
     main = torch.cuda.current_stream(device)
+    # Loading a kernel may wait for the whole device: all of them have run before anything waits.
+    _ = (torch.ones(64, device=device) * 2).sum() + (torch.ones(64, device=device) * 3).sum()
+    release = threading.Timer(_RELEASE_S, lambda: setattr(awaited, "value", 5))
+    release.daemon = True
     stream.wait_stream(main)
+    release.start()
     driver.write_word(stream.cuda_stream, base, 7)
     driver.wait_word(stream.cuda_stream, base + _AWAITED, 3)
     with torch.cuda.stream(stream):
@@ -207,6 +215,7 @@ def _try_words(device: torch.device, pinned: Pinned) -> str:
         why_not = "a stream that waits holds up another"
     elif is_done(done):
         why_not = "a stream does not wait for a word"
+    release.cancel()
     awaited.value = 5  # More than is waited for is enough.
     if not _within(lambda: is_done(done)):
         why_not = why_not or "a stream does not see a word that is written"

@@ -1,0 +1,25 @@
+"""A device that has failed for good: each further call fails, too, and only another process can use it again."""
+
+import logging
+import os
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+
+def is_lost(device: torch.device) -> bool:
+    """As after a kernel's access to memory that is none. Waits for all that the device was told."""
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
+
+
+def end_process(reason: str) -> None:
+    """At once, for the supervisor to start it again; the planner then computes what was under way anew."""
+    logger.critical("the device cannot be used any more, this process ends: %s", reason)
+    os._exit(1)
