@@ -8,9 +8,13 @@ import torch
 logger = logging.getLogger(__name__)
 
 
+class DeviceLostError(Exception):
+    """The text says what broke it."""
+
+
 def is_lost(device: torch.device) -> bool:
     """As after a kernel's access to memory that is none. Waits for all that the device was told."""
-    if device.type != "cuda":
+    if device.type != "cuda" or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return False
     try:
         torch.cuda.synchronize(device)
