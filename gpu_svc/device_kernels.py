@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import torch
 
-from gpu_svc.device_loss import DeviceLostError, is_lost
+from gpu_svc.device_loss import check_after_trial
 from svc_common.decoder.ops import DecoderOps, TorchOps
 
 logger = logging.getLogger(__name__)
@@ -22,10 +22,7 @@ def _runs_on_cuda() -> bool:
     """Found out once, by running them. Raises DeviceLostError where nothing runs there any more."""
     device = torch.device("cuda")
     failure = _failure(device)
-    if failure and is_lost(device):
-        raise DeviceLostError(
-            f"Triton's kernels broke the device ({failure}): without the package triton torch computes"
-        )
+    check_after_trial(device, failure)
     if failure:
         logger.warning("Triton's kernels are not used, torch computes: %s", failure)
     else:

@@ -23,6 +23,14 @@ def is_lost(device: torch.device) -> bool:
     return False
 
 
+def check_after_trial(device: torch.device, failure: str | None) -> None:
+    """Raises DeviceLostError where a trial of Triton's kernels has cost the device, and says what to do."""
+    if failure and is_lost(device):
+        raise DeviceLostError(
+            f"Triton's kernels broke the device ({failure}): without the package triton torch computes"
+        )
+
+
 def end_process(reason: str) -> None:
     """At once, for the supervisor to start it again; the planner then computes what was under way anew."""
     logger.critical("the device cannot be used any more, this process ends: %s", reason)

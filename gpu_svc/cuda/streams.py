@@ -132,18 +132,23 @@ def make_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 
-@cache
 def can_ring(device: torch.device) -> bool:
     """Whether the device's streams can write and await words in pinned host memory; says so in the log, once."""
-    return _chosen("doorbells of CPU attention", device, _try_words if driver.bindings() else None)
+    with _one_trial:
+        return _chosen("doorbells of CPU attention", device, _try_words if driver.bindings() else None)
+
+
+def can_address(device: torch.device) -> bool:
+    """Whether the device's kernels read and write pinned host memory rightly; says so in the log, once."""
+    with _one_trial:
+        return _chosen("swaps of KV", device, _try_views)
+
+
+_one_trial = threading.Lock()
+"""Regions are given to a device by several threads, and one trial's kernels, as they load, would wait for the other."""
 
 
 @cache
-def can_address(device: torch.device) -> bool:
-    """Whether the device's kernels read and write pinned host memory rightly; says so in the log, once."""
-    return _chosen("swaps of KV", device, _try_views)
-
-
 def _chosen(what: str, device: torch.device, attempt: Callable[[torch.device, Pinned], str] | None) -> bool:
     """`attempt` says what does not work in a page of pinned memory, if anything; None: it can't be tried."""
     why_not = _why_not(device, attempt) if attempt else "cuda-bindings cannot be used"
