@@ -12,6 +12,7 @@ from llguidance import LLTokenizer
 
 from gpu_svc.activations import Activations
 from gpu_svc.budget import epoch_limits, make_budget, measure_activations
+from gpu_svc.device_loss import DeviceLostError
 from gpu_svc.executor import Executor
 from gpu_svc.grammars import Grammars
 from gpu_svc.graph_options import graph_options
@@ -60,6 +61,7 @@ _CANNOT_START = (
     CheckpointError,
     LayerFileError,
     DeviceUnavailableError,
+    DeviceLostError,
 )
 
 

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 
 import torch
 
+from gpu_svc.device_loss import check_after_trial
 from svc_common.decoder.ops import DecoderOps, TorchOps
 
 logger = logging.getLogger(__name__)
@@ -18,8 +19,10 @@ def has_triton(device: torch.device) -> bool:
 
 @cache
 def _runs_on_cuda() -> bool:
-    """Found out once, by running them."""
-    failure = _failure(torch.device("cuda"))
+    """Found out once, by running them. Raises DeviceLostError where nothing runs there any more."""
+    device = torch.device("cuda")
+    failure = _failure(device)
+    check_after_trial(device, failure)
     if failure:
         logger.warning("Triton's kernels are not used, torch computes: %s", failure)
     else:

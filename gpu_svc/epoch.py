@@ -31,6 +31,7 @@ from gpu_svc.prompt_logprobs import prompt_logprobs
 from gpu_svc.recorder import NullRecorder
 from gpu_svc.sampling import sample
 from gpu_svc.sequences import Moves, SequenceTable
+from gpu_svc.stopwatch import since_now
 from svc_common.decoder.decoder import Decoder
 from svc_common.plan import (
     CohortStep,
@@ -153,9 +154,9 @@ class Epoch:
         cpu_wait_ns = self.host.wait_ns - waited_before_ns if self.host else 0
         for sub_batch in plan.sub_batches:
             self.table.advance(sub_batch)
-        start_ns = time.perf_counter_ns()
+        elapsed_ns = since_now(self._decoder.device)
         prompt_parts = self._prompt_logprobs(plan, done.stages)
-        prompt_logprobs_ns = time.perf_counter_ns() - start_ns if prompt_parts else 0
+        prompt_logprobs_ns = elapsed_ns() if prompt_parts else 0
         sampled = self._sample(done)
         weights = self._decoder.traffic  # By now a device knows how long it waited for them.
         recorder.mark(TraceKind.HEAD)
@@ -217,7 +218,9 @@ class Epoch:
         return tuple(map(PoolWork, times_ns, tokens))
 
     def _swap(self, moves: Moves) -> int:
-        """All moves to the host, then all to the GPU, which may reuse the blocks. Nanoseconds."""
+        """All moves to the host, then all to the GPU, which may reuse the blocks. Nanoseconds that layers begin later
+        for it: 0 where a device moves them beside its layers.
+        """
         start_ns = time.perf_counter_ns()
         if self.host is not None:
             gpu, shape, cpu_layers = KvBlocks(self.cache.blocks), self.cache.shape, self.policy.decode_cpu_layers
@@ -233,7 +236,8 @@ class Epoch:
                 self.host.settle()
             self.cache.clear(moves.new_gpu_blocks)
             self.cache.clear_tails(moves.to_gpu.target, moves.to_gpu.num_tokens)
-        return time.perf_counter_ns() - start_ns
+        beside_layers = self.host is not None and self.host.swaps_beside_layers
+        return 0 if beside_layers else time.perf_counter_ns() - start_ns
 
     @property
     def _moved_block_bytes(self) -> int:
@@ -273,10 +277,11 @@ class Epoch:
         return not_finite
 
     def _sample(self, done: Done) -> Sampled:
-        """One token for each row of output."""
-        start_ns = time.perf_counter_ns()
+        """One token for each row of output. A device has done all of the iteration when this returns."""
+        elapsed_ns = since_now(self._decoder.device)
         slots = np.concatenate([np.zeros(0, np.int64), *(batch.output_slots for batch in done.batches)])
         if not len(slots):
+            elapsed_ns()
             return Sampled()
         sampling = self.table.sampling
         drawn = sample(done.logits(self._decoder), sampling.rows(slots), sampling.changes(slots))
@@ -288,5 +293,5 @@ class Epoch:
             {int(ids[slots[row.row]]): TokenLogprobs(row.chosen, row.top) for row in drawn.logprobs},
             {int(ids[slot]): error for slot, error in failures.items()},
             tuple(ids[slots[drawn.bad_rows]].tolist()),
-            time.perf_counter_ns() - start_ns,
+            elapsed_ns(),
         )

@@ -151,9 +151,21 @@ class Executor:
 
         Without a policy as many layers as fit are resident, the others streamed. Raises DoesNotFitError for one that
         asks for more, LayerFileError and CheckpointError where weights cannot be had; where iterations are captured,
-        PlaneError when the host tier is lost meanwhile.
+        PlaneError when the host tier is lost meanwhile. `host` is closed where it raises anything.
         """
         self.close_epoch()  # Both caches at once would exceed the cap.
+        try:
+            self._epoch = self._make_epoch(number, limits, host, policy)
+            self.last_epoch = number
+            self._epoch.capture()
+        except BaseException:
+            if self._epoch is None and host is not None:
+                host.close()
+            self.close_epoch()
+            raise
+        self._last_end_ns = time.perf_counter_ns()
+
+    def _make_epoch(self, number: int, limits: Limits, host: HostTier | None, policy: ExecutionPolicy | None) -> Epoch:
         self._place(policy)
         self._check_limits(limits)
         policy = policy or ExecutionPolicy(self.resident_layers)
@@ -162,10 +174,7 @@ class Executor:
         shape, num_blocks = self.kv_shape.above(cpu_layers), self.num_gpu_blocks(policy)
         graphs = self._graphs_for(policy)
         cache = GpuKvCache(shape, num_blocks, self.decoder.device, cpu_layers, has_scratch=graphs is not None)
-        self._epoch = Epoch(number, limits, self.decoder, cache, host, self._link, policy, self.grammars, graphs)
-        self.last_epoch = number
-        self._epoch.capture()
-        self._last_end_ns = time.perf_counter_ns()
+        return Epoch(number, limits, self.decoder, cache, host, self._link, policy, self.grammars, graphs)
 
     def _graphs_for(self, policy: ExecutionPolicy) -> GraphOptions | None:
         """Where any iteration under this policy can be captured."""

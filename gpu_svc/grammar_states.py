@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpu_svc.grammars import GrammarError, Grammars
-from gpu_svc.upload import upload
+from gpu_svc.packed_arrays import upload
 
 
 class _State:

@@ -277,6 +277,11 @@ class HostTier:
         for pool, moves in back:
             cross(link.to_device, pool.blocks, gpu, moves, shape)
 
+    @property
+    def swaps_beside_layers(self) -> bool:
+        """Whether `swap` only enqueues."""
+        return self._swaps is not None
+
     def await_layer(self, layer: int) -> None:
         """What is told to the device from now on finds swapped blocks of a layer of the model where they belong."""
         if self._swaps is not None:

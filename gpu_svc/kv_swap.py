@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass
 from functools import cached_property, partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,6 +12,7 @@ from gpu_svc.kv_cache import KvShape
 from gpu_svc.kv_layout import KvBlocks, by_token, to_blocks
 from gpu_svc.limits import Int32Array
 from gpu_svc.link import Lane
+from gpu_svc.packed_arrays import upload
 from svc_common import cpu_kernels
 from svc_common.decoder.threads import cpu_threads
 
@@ -55,10 +57,7 @@ class Places:
         return self._there(self._moves.num_tokens)
 
     def _there(self, numbers: Int32Array) -> Tensor:
-        tensor = torch.from_numpy(numbers).long()
-        if self._device.type != "cuda":
-            return tensor
-        return tensor.pin_memory().to(self._device, non_blocking=True)
+        return upload(numbers.astype(np.int64), self._device)
 
 
 def cross(lane: Lane, source: KvBlocks, target: KvBlocks, moves: BlockMoves, shape: KvShape) -> None:

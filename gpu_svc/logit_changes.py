@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpu_svc.upload import upload
+from gpu_svc.packed_arrays import upload
 from svc_common.plan import Sampling
 
 _ROW_ARRAYS = ("_num", "_presence", "_frequency", "_repetition", "_follows")

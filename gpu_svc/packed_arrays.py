@@ -11,7 +11,6 @@ from torch import Tensor
 
 # As kernels like their arguments best.
 _ALIGNMENT = 16
-_TORCH_TYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32}
 
 Array = NDArray[Any]
 Bytes = NDArray[np.uint8]
@@ -20,8 +19,9 @@ Bytes = NDArray[np.uint8]
 class PackedArrays:
     """Where arrays of given types and shapes lie in one buffer of bytes, one after another."""
 
-    def __init__(self, *fields: tuple[type[np.int64] | type[np.int32], tuple[int, ...]]) -> None:
+    def __init__(self, *fields: tuple[type[np.generic], tuple[int, ...]]) -> None:
         self._fields = [(np.dtype(dtype), shape) for dtype, shape in fields]
+        self._torch_types = [torch.from_numpy(np.empty(0, dtype)).dtype for dtype, _ in fields]
         sizes = [int(np.prod(shape, dtype=np.int64)) * dtype.itemsize for dtype, shape in self._fields]
         starts = accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0)
         *first, self.num_bytes = starts
@@ -37,8 +37,8 @@ class PackedArrays:
     def on_device(self, buffer: Tensor) -> list[Tensor]:
         """The same of a tensor of uint8."""
         return [
-            buffer[place].view(_TORCH_TYPES[dtype]).view(shape)
-            for place, (dtype, shape) in zip(self._places, self._fields, strict=True)
+            buffer[place].view(dtype).view(shape)
+            for place, dtype, (_, shape) in zip(self._places, self._torch_types, self._fields, strict=True)
         ]
 
 
@@ -48,7 +48,7 @@ def staging(num_bytes: int, device: torch.device) -> Tensor:
 
 
 def to_device(arrays: Sequence[Array], device: torch.device) -> list[Tensor]:
-    """Of int64 or int32, contiguous. On the CPU views, elsewhere copies that come in one piece."""
+    """On the CPU views, elsewhere copies that come in one piece, for which nobody waits."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     layout = PackedArrays(*((array.dtype.type, array.shape) for array in arrays))
@@ -56,3 +56,9 @@ def to_device(arrays: Sequence[Array], device: torch.device) -> list[Tensor]:
     for place, array in zip(layout.in_host(staged.numpy()), arrays, strict=True):
         place[...] = array
     return layout.on_device(staged.to(device, non_blocking=True))
+
+
+def upload(array: Array, device: torch.device) -> Tensor:
+    """A single one."""
+    (there,) = to_device([array], device)
+    return there

@@ -13,6 +13,7 @@ import grpc
 
 from gpu_svc import iteration_span
 from gpu_svc.cpu_attention_client import attach_host_tier, region_shape
+from gpu_svc.device_loss import end_process, is_lost
 from gpu_svc.device_memory import DoesNotFitError
 from gpu_svc.executor import Executor
 from gpu_svc.grammars import GrammarError
@@ -32,7 +33,7 @@ from neoflex.v1 import executor_pb2_grpc
 from svc_common.decoder.dtypes import dtype_name
 from svc_common.errors import FieldViolation, failed_precondition, invalid_argument, invalid_arguments, unavailable
 from svc_common.memory import size_text, usable_memory_bytes
-from svc_common.plan import IterationPlan
+from svc_common.plan import ExecutionError, IterationPlan
 from svc_common.plan_text import plan_text
 from svc_common.policy import ExecutionPolicy
 from svc_common.security.tls import TlsFiles
@@ -150,6 +151,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             except Exception as error:  # No memory left, say, or weights that are no numbers: the planner is to say it.
                 logger.exception("epoch %d cannot be opened", request.epoch)
                 await self._in_thread(self._executor.close_epoch)
+                await self._end_if_lost(str(error))
                 raise failed_precondition("EPOCH_FAILED", f"{type(error).__name__}: {error}") from error
 
     async def _open_epoch(self, request: pb.OpenEpochRequest, policy: ExecutionPolicy) -> pb.OpenEpochResponse:
@@ -255,6 +257,8 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         self._free.clear()
         try:
             async for result in runner.results():
+                if result.error is ExecutionError.DEVICE:
+                    await self._end_if_lost(result.error_message)
                 yield pb.ExecuteResponse(result=result_to_pb(result))
                 if parent := runner.parent_of(result):
                     iteration_span.note(self._note_span, parent, result)
@@ -283,6 +287,11 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
     def _memory(self) -> pb.DeviceMemory | None:
         memory = self._executor.memory
         return memory_to_pb(memory, self._executor.link_bytes_per_s) if memory else None
+
+    async def _end_if_lost(self, reason: str) -> None:
+        """Ends the process where no other epoch could be opened in it."""
+        if await self._in_thread(lambda: is_lost(self._executor.decoder.device)):
+            end_process(reason)
 
     def _in_thread(self, work: Callable[[], T]) -> "asyncio.Future[T]":
         return asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -41,3 +41,23 @@ class Stopwatch:
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+def since_now(device: torch.device) -> Callable[[], int]:
+    """Returns nanoseconds from when the device has done all that it was told before, until it has done all that it was
+    told by then; waits for that. On a CPU that is the thread's own time.
+    """
+    if device.type != "cuda":
+        start_ns = time.perf_counter_ns()
+        return lambda: time.perf_counter_ns() - start_ns
+    from gpu_svc.cuda.events import make_wait, nanoseconds  # Only device cuda needs it.
+
+    before, after = make_wait()
+    before.record()
+
+    def elapsed_ns() -> int:
+        after.record()
+        after.synchronize()
+        return nanoseconds(before, after)
+
+    return elapsed_ns

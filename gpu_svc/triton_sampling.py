@@ -7,10 +7,10 @@ import torch
 import triton
 from torch import Tensor
 
+from gpu_svc.packed_arrays import upload
 from gpu_svc.philox import uniforms
 from gpu_svc.sampling import Change, Drawn, RowLogprobs, SamplingRows, gather_logprobs, row_logprobs
 from gpu_svc.triton_kernels.sampling import cut_kernel, mass_kernel, pick_kernel
-from gpu_svc.upload import upload
 
 _RUN_TOKENS = 256
 _RUNS = 8

@@ -58,8 +58,17 @@ def huge_page_bytes(mapped_path: str, smaps: Path = _SMAPS) -> int:
 
 def machine_bytes(meminfo: Path = _MEMINFO) -> int:
     """That the machine has, whatever this process may use of it."""
-    total = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemTotal:"))
-    return int(total.split()[1]) * 1024
+    return _meminfo_bytes("MemTotal", meminfo)
+
+
+def available_bytes(meminfo: Path = _MEMINFO) -> int:
+    """That the machine could give now without swapping, pages of files among them that it only keeps."""
+    return _meminfo_bytes("MemAvailable", meminfo)
+
+
+def _meminfo_bytes(field: str, meminfo: Path) -> int:
+    line = next(line for line in meminfo.read_text().splitlines() if line.startswith(f"{field}:"))
+    return int(line.split()[1]) * 1024
 
 
 def _limit_bytes(directory: Path) -> int | None:

@@ -8,6 +8,7 @@ from gpu_svc.attention.backend import AttentionBackend, DecodeAttention, Prefill
 from gpu_svc.attention.cpu_backend import CpuAttention
 from gpu_svc.attention.torch_backend import TorchAttention
 from gpu_svc.device_kernels import has_triton
+from gpu_svc.device_loss import check_after_trial
 from gpu_svc.kv_cache import KvShape
 from svc_common.model.spec import ModelSpec
 
@@ -25,7 +26,10 @@ logger = logging.getLogger(__name__)
 
 
 def make_backend(spec: ModelSpec, shape: KvShape, dtype: torch.dtype, device: torch.device) -> AttentionBackend:
-    """The device's own; `dtype` is the compute type. On cuda that is tried first, and what fails is not used."""
+    """The device's own; `dtype` is the compute type. On cuda that is tried first, and what fails is not used.
+
+    Raises DeviceLostError where it costs the device.
+    """
     if device.type == "cpu":
         return CpuAttention(spec, shape, dtype)
     by_torch = TorchAttention(spec, shape.block_tokens, dtype, device)
@@ -39,6 +43,7 @@ def make_backend(spec: ModelSpec, shape: KvShape, dtype: torch.dtype, device: to
     else:
         by_triton = TritonAttention(spec, shape.block_tokens, dtype, device)
         failure = attention_failure(by_triton, by_torch, spec, shape.block_tokens, dtype, shape.dtype, device)
+        check_after_trial(device, failure)
     if failure:
         logger.warning("attention is torch's, not Triton's: %s", failure)
         return by_torch

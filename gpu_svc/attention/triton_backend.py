@@ -15,7 +15,7 @@ from gpu_svc.attention.backend import PrefillAttention
 from gpu_svc.attention.launches import AttentionLaunch, Gpu
 from gpu_svc.attention.torch_backend import TorchAttention
 from gpu_svc.kv_layout import KvBlocks, pairs_keys
-from gpu_svc.packed_arrays import to_device
+from gpu_svc.packed_arrays import to_device, upload
 from gpu_svc.triton_kernels.attention import combine_kernel, decode_kernel, prefill_kernel
 from svc_common.model.spec import ModelSpec
 
@@ -195,7 +195,7 @@ class _TritonPrefill:
 
     @cached_property
     def _table(self) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(self._chunk[2])).to(self._device)
+        return upload(self._chunk[2], self._device)
 
     @cached_property
     def _on_host(self) -> PrefillAttention:

@@ -6,9 +6,11 @@ Wait = tuple[torch.cuda.Event, torch.cuda.Event]
 """Before and after one."""
 
 
-def make_event(timing: bool = False, in_replays: bool = False) -> torch.cuda.Event:
-    """`timing`: `nanoseconds` may be asked of it. `in_replays`: a capture's replays record it, each of them anew."""
-    event: torch.cuda.Event = torch.cuda.Event(enable_timing=timing, external=in_replays)  # type: ignore[no-untyped-call]
+def make_event(timing: bool = False, in_replays: bool = False, sleeps: bool = False) -> torch.cuda.Event:
+    """`timing`: `nanoseconds` may be asked of it. `in_replays`: a capture's replays record it, each of them anew.
+    `sleeps`: a thread that waits for it takes no core meanwhile, and wakes up a little later.
+    """
+    event: torch.cuda.Event = torch.cuda.Event(timing, blocking=sleeps, external=in_replays)  # type: ignore[no-untyped-call]
     return event
 
 

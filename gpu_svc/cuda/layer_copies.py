@@ -4,6 +4,7 @@ copy stream   layer 4 into buffer 0 │ 5 into buffer 1 │ 6 into buffer 0, onc
 main stream                         │ 4 computed      │ 5 ...
 """
 
+import logging
 from collections import deque
 from pathlib import Path
 
@@ -13,8 +14,11 @@ from torch import Tensor
 from gpu_svc.cuda.events import Wait, is_done, make_event, make_wait, nanoseconds
 from gpu_svc.cuda.pinned import pin, staging
 from gpu_svc.cuda.streams import make_stream
+from svc_common.memory import available_bytes
 
 _STAGING_BYTES = 16 * 2**20
+
+logger = logging.getLogger(__name__)
 
 
 class LayerCopies:
@@ -31,13 +35,14 @@ class LayerCopies:
         self._free: list[torch.cuda.Event | None] = []
         self._waits: deque[Wait] = deque()
         self._waited_ns = 0
-        pinned = pin(address, num_bytes, device, str(path), read_only=True)
+        pinned = _fits_memory(path, num_bytes) and pin(address, num_bytes, device, str(path), read_only=True)
         self._stagings = [] if pinned else [_Staging(device), _Staging(device)]
         self._num_staged = 0
 
     def make_buffers(self, num: int) -> None:
         """That the main stream has been told to make; nothing is on its way."""
-        self._begun, self._ready = ([make_event(timing=True) for _ in range(num)] for _ in range(2))
+        self._begun = [make_event(timing=True) for _ in range(num)]
+        self._ready = [make_event(timing=True, sleeps=True) for _ in range(num)]
         self._free = [None] * num
         self.follow_main()
 
@@ -98,12 +103,21 @@ class LayerCopies:
         return self._waited_ns
 
 
+def _fits_memory(path: Path, num_bytes: int) -> bool:
+    """Pinned pages are all in memory at once and never leave it, where a mapped file's come and go."""
+    available = available_bytes()
+    if num_bytes <= available:
+        return True
+    logger.warning("%s, %d bytes, is not pinned: %d bytes of memory are left", path, num_bytes, available)
+    return False
+
+
 class _Staging:
     """Pinned memory that pageable bytes go through."""
 
     def __init__(self, device: torch.device) -> None:
         self._memory = staging(_STAGING_BYTES, device)
-        self._crossed = make_event()
+        self._crossed = make_event(sleeps=True)
 
     def cross(self, source: Tensor, target: Tensor, stream: torch.cuda.Stream) -> None:
         self._crossed.synchronize()  # What it held before.

@@ -1,5 +1,6 @@
 """Gives device cuda a region of the tensor plane: pins it, and finds out what the device can do with it by itself."""
 
+import logging
 from contextlib import suppress
 from functools import partial
 
@@ -7,10 +8,13 @@ import torch
 
 from gpu_svc.cuda.device_side import DeviceSide
 from gpu_svc.cuda.doorbells import StreamDoorbells
+from gpu_svc.cuda.driver import DriverError
 from gpu_svc.cuda.pinned import Pinned, pin
 from gpu_svc.cuda.streams import CudaOperations, CudaQueue, can_address, can_ring
 from gpu_svc.kv_layout import KvBlocks
 from svc_common.tensor_plane import TensorPlane
+
+logger = logging.getLogger(__name__)
 
 
 def give_to_device(
@@ -21,10 +25,17 @@ def give_to_device(
     if pinned is None:
         return None
     views = _views(pinned, blocks) if can_address(device) else None
-    doorbells = None
-    if can_ring(device):
-        doorbells = StreamDoorbells(plane, CudaOperations(device), pinned.device_address, answer_timeout_s)
+    doorbells = _doorbells(pinned, plane, answer_timeout_s) if can_ring(device) else None
     return DeviceSide(doorbells, views, partial(CudaQueue, device), partial(_unpin, pinned))
+
+
+def _doorbells(pinned: Pinned, plane: TensorPlane, answer_timeout_s: float) -> StreamDoorbells | None:
+    try:
+        operations = CudaOperations(pinned.device)
+    except DriverError as error:
+        logger.warning("the device does not ring although it could: %s", error)
+        return None
+    return StreamDoorbells(plane, operations, pinned.device_address, answer_timeout_s)
 
 
 def _views(pinned: Pinned, blocks: KvBlocks) -> KvBlocks:

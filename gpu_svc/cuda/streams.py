@@ -3,6 +3,7 @@
 import ctypes
 import logging
 import mmap
+import threading
 import time
 from collections.abc import Callable
 from functools import cache
@@ -18,6 +19,8 @@ from gpu_svc.cuda.swaps import Arrival
 
 _TEST_S = 2.0
 """For what takes microseconds."""
+_RELEASE_S = 3 * _TEST_S
+"""Longer than all of a test takes that is not held up."""
 _AWAITED = 64
 """Offset in the test's page of the word that is awaited: another cache line than the one that is written."""
 
@@ -129,18 +132,23 @@ def make_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 
-@cache
 def can_ring(device: torch.device) -> bool:
     """Whether the device's streams can write and await words in pinned host memory; says so in the log, once."""
-    return _chosen("doorbells of CPU attention", device, _try_words if driver.bindings() else None)
+    with _one_trial:
+        return _chosen("doorbells of CPU attention", device, _try_words if driver.bindings() else None)
+
+
+def can_address(device: torch.device) -> bool:
+    """Whether the device's kernels read and write pinned host memory rightly; says so in the log, once."""
+    with _one_trial:
+        return _chosen("swaps of KV", device, _try_views)
+
+
+_one_trial = threading.Lock()
+"""Regions are given to a device by several threads, and one trial's kernels, as they load, would wait for the other."""
 
 
 @cache
-def can_address(device: torch.device) -> bool:
-    """Whether the device's kernels read and write pinned host memory rightly; says so in the log, once."""
-    return _chosen("swaps of KV", device, _try_views)
-
-
 def _chosen(what: str, device: torch.device, attempt: Callable[[torch.device, Pinned], str] | None) -> bool:
     """`attempt` says what does not work in a page of pinned memory, if anything; None: it can't be tried."""
     why_not = _why_not(device, attempt) if attempt else "cuda-bindings cannot be used"
@@ -186,12 +194,17 @@ def _try_views(device: torch.device, pinned: Pinned) -> str:
 
 
 def _try_words(device: torch.device, pinned: Pinned) -> str:
-    """A wait that the device does not end is let go by its word."""
+    """A wait that the device does not end is let go by its word, also where this thread stands still meanwhile."""
     written, awaited = (ctypes.c_uint32.from_address(pinned.address + offset) for offset in (0, _AWAITED))
     stream, done = make_stream(device), make_event()
     base = pinned.device_address
     main = torch.cuda.current_stream(device)
+    # Loading a kernel may wait for the whole device: all of them have run before anything waits.
+    _ = (torch.ones(64, device=device) * 2).sum() + (torch.ones(64, device=device) * 3).sum()
+    release = threading.Timer(_RELEASE_S, lambda: setattr(awaited, "value", 5))
+    release.daemon = True
     stream.wait_stream(main)
+    release.start()
     driver.write_word(stream.cuda_stream, base, 7)
     driver.wait_word(stream.cuda_stream, base + _AWAITED, 3)
     with torch.cuda.stream(stream):
@@ -207,6 +220,7 @@ def _try_words(device: torch.device, pinned: Pinned) -> str:
         why_not = "a stream that waits holds up another"
     elif is_done(done):
         why_not = "a stream does not wait for a word"
+    release.cancel()
     awaited.value = 5  # More than is waited for is enough.
     if not _within(lambda: is_done(done)):
         why_not = why_not or "a stream does not see a word that is written"

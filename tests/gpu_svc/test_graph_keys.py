@@ -57,6 +57,14 @@ def test_arrays_cross_as_they_are() -> None:
     assert there[3].tolist() == [[300, 301, 302], [303, 304, 305]]
     assert [tensor.dtype for tensor in there] == [torch.int64, torch.int32, torch.int64, torch.int32]
     assert all(tensor.data_ptr() % 4 == 0 for tensor in there)
+    mixed = [np.array([True, False, True]), np.float32([1.5, 2.5]), np.float64([[0.1], [0.2]])]
+    layout = PackedArrays(*((array.dtype.type, array.shape) for array in mixed))
+    buffer = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    for place, array in zip(layout.in_host(buffer.numpy()), mixed, strict=True):
+        place[...] = array
+    assert all(
+        torch.equal(got, torch.from_numpy(array)) for got, array in zip(layout.on_device(buffer), mixed, strict=True)
+    )
     (view,) = to_device([here[0]], torch.device("cpu"))
     assert view.data_ptr() == here[0].ctypes.data  # Nothing has to cross.
 

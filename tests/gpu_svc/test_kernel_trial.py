@@ -10,6 +10,7 @@ from support.paged_attention import spec
 from gpu_svc import device_kernels
 from gpu_svc.attention.torch_backend import TorchAttention
 from gpu_svc.attention.triton_backend import TritonAttention
+from gpu_svc.device_loss import DeviceLostError, check_after_trial
 from gpu_svc.kernel_trial import attention_failure, layers_failure, sampling_failure
 from gpu_svc.triton_ops import TritonOps
 from svc_common.decoder.ops import TorchOps
@@ -49,6 +50,20 @@ def test_without_a_gpu_torch_computes_and_the_log_says_why(caplog: pytest.LogCap
     assert not device_kernels.has_triton(torch.device("cuda"))
     (record,) = caplog.records
     assert record.getMessage().startswith("Triton's kernels are not used, torch computes: ")
+
+
+def test_a_trial_that_costs_the_device_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(device: torch.device) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    check_after_trial(cuda, "RMSNorm differs from torch's")
+    monkeypatch.setattr(torch.cuda, "synchronize", fails)
+    check_after_trial(cuda, None)
+    with pytest.raises(DeviceLostError, match=r"\(RMSNorm differs.*\): without the package triton torch computes"):
+        check_after_trial(cuda, "RMSNorm differs from torch's")
 
 
 def test_heads_of_odd_sizes_are_refused() -> None:

@@ -324,6 +324,34 @@ async def test_an_epoch_that_cannot_be_opened_says_why(checkpoint: GetFiles, tmp
         assert (status.num_sequences, status.gpu_kv_bytes) == (0, 0)
 
 
+async def test_a_device_that_is_lost_ends_the_process(checkpoint: GetFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not where it lives, and not for what a plan got wrong."""
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    reasons: list[str] = []
+    lost = False
+    monkeypatch.setattr("gpu_svc.servicer.end_process", reasons.append)
+    monkeypatch.setattr("gpu_svc.servicer.is_lost", lambda device: lost)
+    async with serve(checkpoint("llama")) as stub:
+        await stub.OpenEpoch(open_epoch(1))
+        monkeypatch.setattr("gpu_svc.epoch.sample", fails)
+        (result,) = await execute(stub, first_plan(1, pb.TIER_GPU))
+        assert (result.error, reasons) == (pb.EXECUTION_ERROR_DEVICE, [])
+        lost = True
+        await stub.OpenEpoch(open_epoch(2))
+        (result,) = await execute(stub, plan(2, 7))
+        assert (result.error, reasons) == (pb.EXECUTION_ERROR_INVALID_PLAN, [])
+        await stub.OpenEpoch(open_epoch(3))
+        await execute(stub, first_plan(3, pb.TIER_GPU))
+        assert reasons == ["RuntimeError: CUDA error: an illegal memory access was encountered"]
+        monkeypatch.setattr("gpu_svc.executor.GpuKvCache", fails)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await stub.OpenEpoch(open_epoch(4))
+        assert len(reasons) == 2
+
+
 async def test_a_broken_stream_leaves_the_service_ready_for_a_new_planner(checkpoint: GetFiles) -> None:
     async with serve(checkpoint("llama")) as stub:
         await stub.OpenEpoch(open_epoch(1))

@@ -159,6 +159,21 @@ def test_the_guard_ends_with_its_pool(
     assert "device-guard" not in {thread.name for thread in threading.enumerate()}
 
 
+def test_a_pool_is_given_up_where_its_epoch_cannot_be_opened(
+    checkpoint: GetFiles, make_driver: MakeDriver, services: Any, sides: Sides, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the device has no memory left for the cache."""
+
+    def no_memory(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("gpu_svc.executor.GpuKvCache", no_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        make_driver(load_decoder(checkpoint("llama")), 60, services[1])
+    assert sides.num_unpinned == 1
+    assert "device-guard" not in {thread.name for thread in threading.enumerate()}
+
+
 def test_operations_are_measured_as_they_run(
     checkpoint: GetFiles, make_driver: MakeDriver, services: Any, sides: Sides
 ) -> None:

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 
 from svc_common.config import ConfigError
-from svc_common.memory import check_fits_memory, huge_page_bytes, usable_memory_bytes
+from svc_common.memory import available_bytes, check_fits_memory, huge_page_bytes, usable_memory_bytes
 
 
 @pytest.fixture
 def meminfo(tmp_path: Path) -> Path:
     path = tmp_path / "meminfo"
-    path.write_text("MemTotal:       1000 kB\nMemFree:         10 kB\n")
+    path.write_text("MemTotal:       1000 kB\nMemFree:         10 kB\nMemAvailable:    400 kB\n")
     return path
 
 
@@ -24,6 +24,10 @@ def test_without_a_limit_the_machine_counts(tmp_path: Path, meminfo: Path) -> No
     assert usable_memory_bytes(tmp_path, tmp_path / "absent", meminfo) == 1_024_000
     (tmp_path / "memory.max").write_text("max\n")
     assert usable(tmp_path, "0::/\n", meminfo) == 1_024_000
+
+
+def test_pages_that_could_be_given_up_are_available(meminfo: Path) -> None:
+    assert available_bytes(meminfo) == 409_600
 
 
 def test_the_tightest_limit_on_the_way_up_counts(tmp_path: Path, meminfo: Path) -> None:
