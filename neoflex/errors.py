@@ -130,6 +130,8 @@ def _in_our_words(code: str, message: str, address: str, timeout_s: float | None
         return f"nobody listens at {address}; start a server with: neoflex up"
     if code == "UNAVAILABLE":
         return handshake_trouble(message, address, greeting) or f"no answer from {address}: {message}"
+    if code == "UNIMPLEMENTED":
+        return f"what listens at {address} is another service, or another version: {message}"
     return message
 
 

@@ -53,12 +53,14 @@ _FINISH_REASONS = {
 
 
 def generate_request(prompt: str | None, options: GenerateOptions) -> pb.GenerateRequest:
-    """Raises TypeError for an option that there is not, and ValueError unless exactly one prompt is given, or where a
-    number does not fit its field at all. The server checks everything else.
+    """Raises TypeError for an option that there is not or a prompt that is no text, and ValueError unless exactly one
+    prompt is given, or where a number does not fit its field at all. The server checks everything else.
     """
     if unknown := sorted(set(options) - _OPTIONS):
         raise TypeError(f"unknown option: {', '.join(unknown)}; there are: {', '.join(sorted(_OPTIONS))}")
     token_ids, messages = options.get("token_ids"), options.get("messages")
+    if prompt is not None and not isinstance(prompt, str):
+        raise TypeError(f"the prompt must be a str, is a {type(prompt).__name__}; token ids go into token_ids=")
     if sum(item is not None for item in (prompt, token_ids, messages)) != 1:
         raise ValueError("give exactly one of: a prompt text, token_ids, messages")
     # The id is made up here, so that a caller can abort even before the first answer.

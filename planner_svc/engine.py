@@ -65,7 +65,7 @@ class Engine:
         self._scheduler: Scheduler | None = None
         self._capacity: Capacity | None = None
         self._whole_pools: tuple[int, ...] = ()
-        """Blocks of the host pools, as large as any epoch had them: that one is not attached is a passing state."""
+        """Blocks of the host pools, of one that is not attached now as many as it had: that is a passing state."""
         self.availability = Availability()
         self._histories: dict[int, History] = {}
         """Of sequences that have ended in the scheduler while their last tokens are still to be delivered."""
@@ -127,6 +127,12 @@ class Engine:
 
     # --- what ExecutorLoop asks
 
+    def all_fit(self, capacity: Capacity) -> bool:
+        """Whether an epoch with this capacity could serve all requests in hand."""
+        return self._scheduler is None or all(
+            fits(sequence.request, capacity, self._mode) for sequence in self._scheduler.sequences
+        )
+
     def open(self, capacity: Capacity, estimator: Estimator, epoch: int) -> None:
         """An epoch begins, with requests in hand or without; those that cannot go on in it fail."""
         if self._scheduler is None:
@@ -135,7 +141,8 @@ class Engine:
         else:
             lost = self._scheduler.reset(capacity, estimator, epoch)
         self._capacity = capacity
-        self._whole_pools = tuple(map(max, zip_longest(self._whole_pools, capacity.host_pools, fillvalue=0)))
+        pairs = zip_longest(capacity.host_pools, self._whole_pools, fillvalue=0)
+        self._whole_pools = tuple(now or before for now, before in pairs)
         self.availability.open()
         self._last_progress_s = time.monotonic()
         text = "the request fits nowhere without a CPU attention service that was lost"

@@ -20,6 +20,7 @@ from planner_svc.executor_client import (
 from planner_svc.host_watch import PROBE_EVERY_S, HostWatch
 from planner_svc.iteration_meters import IterationMeters
 from planner_svc.policy_keeper import PolicyKeeper
+from planner_svc.scheduler import Capacity
 from planner_svc.traces import Traces
 from svc_common.errors import unavailable
 from svc_common.policy import ExecutionPolicy
@@ -62,6 +63,10 @@ class ExecutorLoop:
         self._meters = meters
         self._wait_s = wait_s
         self._policies = policies
+        self._policy_before: ExecutionPolicy | None = None
+        """The latest change was from this one."""
+        self._narrow: dict[ExecutionPolicy | None, Capacity] = {}
+        """Of policies that had no room for all requests in hand."""
         self._drive = Drive(engine, executor, watches, traces, meters)
         self._patience: asyncio.TimerHandle | None = None
         """While requests wait for a lost executor."""
@@ -168,16 +173,30 @@ class ExecutorLoop:
         if end is EpochEnd.FAILED and not self._drive.has_progressed:
             await asyncio.sleep(_RETRY_S)  # It may be the device: not as fast as epochs can be opened.
         await self._epochs.open_next(host_is_back=end is EpochEnd.HOST_BACK)
+        if end is EpochEnd.POLICY:
+            await self._make_sure_of_room()
         self._hand_over()
+
+    async def _make_sure_of_room(self) -> None:
+        """Where layers run decides how much KV there is room for: no request in hand is to end for a faster policy."""
+        epochs = self._epochs
+        assert epochs.capacity is not None
+        if self._engine.all_fit(epochs.capacity) or not all(epochs.capacity.host_pools):
+            return
+        logger.info("not all requests in hand fit beside these layers: they run as before")
+        self._narrow[epochs.policy] = epochs.capacity
+        epochs.policy = self._policy_before
+        await epochs.open_next(host_is_back=False)
 
     def change_policy(self, policy: ExecutionPolicy | None) -> None:
         """Layers run as `policy` says from a new epoch on, which begins at once.
 
-        Requests in hand go on in it, computed again from prompt and tokens so far. No policy: the executor's own.
+        Requests in hand go on in it, computed again from prompt and tokens so far; where one of them has no room there,
+        layers run as before. No policy: the executor's own.
         """
         if policy == self._epochs.policy:
             return
-        self._epochs.policy = policy
+        self._policy_before, self._epochs.policy = self._epochs.policy, policy
         if self._drive.is_under_way:
             self._drive.request_end(EpochEnd.POLICY)
 
@@ -217,7 +236,10 @@ class ExecutorLoop:
         if self._engine.is_draining:
             return
         policy = await asyncio.to_thread(self._policies.consider, self._engine.demand, time.monotonic())
-        if policy is not None and self._epochs.number == epoch and not self._engine.is_draining:
+        if policy is None or self._epochs.number != epoch or self._engine.is_draining:
+            return
+        narrow = self._narrow.get(policy)
+        if narrow is None or self._engine.all_fit(narrow):
             self.change_policy(policy)
 
     def _compare(self, pool: int, status: HostStatus | None) -> None:

@@ -78,6 +78,10 @@ def _complaint(item: ErrorDetails) -> str:
     match item["type"]:
         case "extra_forbidden":
             return "unknown key"
+        case "missing":
+            return "is missing"
+        case "string_too_short" if value == "":
+            return "must not be empty"
         case "model_type" | "dict_type":
             return f"must be a table of keys, is {value!r}"
         case "byte_size" | "byte_size_unit":

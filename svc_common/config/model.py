@@ -13,7 +13,7 @@ LoadFormat = Literal["auto", "dummy"]
 class ModelConfig(Section):
     """Which model, and how it is presented."""
 
-    source: str = "smollm2-135m-instruct"
+    source: Annotated[str, Field(min_length=1)] = "smollm2-135m-instruct"
     """Built-in name, directory of safetensors, GGUF file, or hub id."""
     load_format: LoadFormat = "auto"
     """"auto" reads the weights. "dummy" makes some up for the shape, to measure what a model takes: its answers mean

@@ -1,5 +1,6 @@
 """Finds a model's layer file, and writes it where there is none that can be used."""
 
+import errno
 import hashlib
 import json
 import logging
@@ -126,19 +127,37 @@ def _write(path: Path, source: Any, decoder: CpuDecoder, loader: Loader) -> None
     started_s = time.monotonic()
     logger.info("packing the weights once, %d bytes, into %s", total, path)
     try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=PART_SUFFIX, delete=False) as file:
-            part_path = Path(file.name)
-            try:
-                os.posix_fallocate(file.fileno(), 0, total)  # A mapped file must not run out of disk.
-                _fill(file.fileno(), total, parts, source, decoder, loader)
-                os.fsync(file.fileno())
-                os.replace(part_path, path)  # Others see a whole file or none.
-            except BaseException:
+        descriptor, part_path = _part_file(path.parent)
+        try:
+            os.posix_fallocate(descriptor, 0, total)  # A mapped file must not run out of disk.
+            _fill(descriptor, total, parts, source, decoder, loader)
+            os.fsync(descriptor)
+            if part_path is None:
+                part_path = path.with_suffix(PART_SUFFIX)  # A link can't replace a file that is damaged, a rename can.
+                os.link(f"/proc/self/fd/{descriptor}", part_path, src_dir_fd=descriptor, follow_symlinks=True)
+            os.replace(part_path, path)  # Others see a whole file or none.
+        except BaseException:
+            if part_path is not None:
                 part_path.unlink(missing_ok=True)
-                raise
+            raise
+        finally:
+            os.close(descriptor)
     except OSError as error:
         raise LayerFileError(f"{path} cannot be written: {error.strerror}") from error
     logger.info("packed in %.1f s", time.monotonic() - started_s)
+
+
+def _part_file(directory: Path) -> tuple[int, Path | None]:
+    """A new file's descriptor, and its name. It has none where the file system allows that: its room is then free again
+    however the process ends, also where it is stopped or killed in the minutes that packing may take.
+    """
+    try:
+        return os.open(directory, os.O_TMPFILE | os.O_RDWR, 0o600), None
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR):
+            raise
+    descriptor, name = tempfile.mkstemp(dir=directory, suffix=PART_SUFFIX)
+    return descriptor, Path(name)
 
 
 def _check_room(directory: Path, num_bytes: int) -> None:

@@ -1,12 +1,13 @@
 """Hugging Face's config.json to a ModelSpec: what all families have in common, and what each says in its own way."""
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from svc_common.model.hf_rope import read_rope, rope_values
-from svc_common.model.spec import ExpertsSpec, ModelSpec, UnsupportedModelError
+from svc_common.model.spec import MAX_LAYERS, ExpertsSpec, ModelSpec, UnsupportedModelError
 
 Config = Mapping[str, Any]
 CheckpointDType = Literal["fp32", "bf16", "fp16"]
@@ -15,6 +16,7 @@ _DTYPES: dict[str, CheckpointDType] = {"float32": "fp32", "bfloat16": "bf16", "f
 _GEMMA3_PATTERN = 6  # One layer of so many sees all tokens.
 _OPT_FIRST_POSITION = 2
 _OPT_NORM_EPS = 1e-5  # torch's own, which the configuration doesn't repeat.
+_MAX_COUNT = 2**31 - 1  # Sizes travel, and kernels count, in 32 bits.
 
 
 def spec_from_hf(directory: Path) -> ModelSpec:
@@ -46,18 +48,18 @@ def _common(config: Config) -> dict[str, Any]:
     """What most families say alike; the others overwrite it."""
     num_q_heads = _count(config, "num_attention_heads")
     hidden_size = _count(config, "hidden_size")
-    head_dim = int(config.get("head_dim") or hidden_size // num_q_heads)
+    head_dim = _optional_count(config, "head_dim") or hidden_size // num_q_heads
     attention_bias = bool(config.get("attention_bias", False))
     return {
-        "num_layers": _count(config, "num_hidden_layers"),
+        "num_layers": _count(config, "num_hidden_layers", MAX_LAYERS),
         "hidden_size": hidden_size,
         "intermediate_size": _count(config, "ffn_dim" if "ffn_dim" in config else "intermediate_size"),
         "num_q_heads": num_q_heads,
-        "num_kv_heads": int(config.get("num_key_value_heads") or num_q_heads),
+        "num_kv_heads": _optional_count(config, "num_key_value_heads") or num_q_heads,
         "head_dim": head_dim,
         "vocab_size": _count(config, "vocab_size"),
         "context_tokens": _count(config, "max_position_embeddings"),
-        "norm_eps": float(config.get("rms_norm_eps", 1e-6)),
+        "norm_eps": _number(config, "rms_norm_eps", 1e-6),
         "tie_embeddings": bool(config.get("tie_word_embeddings", False)),
         "qkv_bias": attention_bias,
         "output_bias": attention_bias,
@@ -90,8 +92,8 @@ def _qwen3(config: Config) -> dict[str, Any]:
 
 def _gemma2(config: Config) -> dict[str, Any]:
     return _gemma(config, lambda layer: layer % 2 == 0) | {
-        "attention_softcap": float(config.get("attn_logit_softcapping", 50.0) or 0.0),
-        "logit_softcap": float(config.get("final_logit_softcapping", 30.0) or 0.0),
+        "attention_softcap": _softcap(config, "attn_logit_softcapping", 50.0),
+        "logit_softcap": _softcap(config, "final_logit_softcapping", 30.0),
     }
 
 
@@ -110,8 +112,8 @@ def _gemma3(config: Config) -> dict[str, Any]:
         "rope": rope,
         "local_rope": local_rope,
         "qk_norm": True,
-        "attention_softcap": float(config.get("attn_logit_softcapping") or 0.0),
-        "logit_softcap": float(config.get("final_logit_softcapping") or 0.0),
+        "attention_softcap": _softcap(config, "attn_logit_softcapping", 0.0),
+        "logit_softcap": _softcap(config, "final_logit_softcapping", 0.0),
     }
 
 
@@ -123,7 +125,7 @@ def _gemma(config: Config, is_local: Callable[[int], bool]) -> dict[str, Any]:
     return {
         "activation": "gelu_tanh_gated",
         "post_norms": True,
-        "attention_scale": float(config.get("query_pre_attn_scalar", 256)) ** -0.5,
+        "attention_scale": _number(config, "query_pre_attn_scalar", 256) ** -0.5,
         "embedding_scale": _count(config, "hidden_size") ** 0.5,
         "tie_embeddings": bool(config.get("tie_word_embeddings", True)),
     } | _windows(config, is_local)
@@ -223,16 +225,31 @@ def _require_activation(config: Config, key: str, wanted: str) -> None:
         raise UnsupportedModelError(f"activation {activation} is not supported here, only {wanted} is")
 
 
-def _count(config: Config, key: str) -> int:
+def _count(config: Config, key: str, most: int = _MAX_COUNT) -> int:
     """Raises KeyError where it is absent."""
     value = config[key]
-    if not isinstance(value, int) or value < 1:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise UnsupportedModelError(f"config.json: {key} must be a whole number of at least 1, is {value!r}")
+    if value > most:
+        raise UnsupportedModelError(f"config.json: {key} is {value}, over {most}")
     return value
 
 
 def _optional_count(config: Config, key: str) -> int | None:
-    return None if config.get(key) is None else int(config[key])
+    return None if config.get(key) is None else _count(config, key)
+
+
+def _number(config: Config, key: str, default: float) -> float:
+    """Above 0; the default where it is absent or null."""
+    value = default if config.get(key) is None else config[key]
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise UnsupportedModelError(f"config.json: {key} must be a number above 0, is {value!r}")
+    return float(value)
+
+
+def _softcap(config: Config, key: str, default: float) -> float:
+    """0 where it is null: without one; `default` where it is absent."""
+    return _number(config, key, default) if config.get(key, default) else 0.0
 
 
 def _eos_token_ids(directory: Path, config: Config) -> tuple[int, ...]:

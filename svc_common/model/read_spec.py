@@ -1,15 +1,15 @@
 """Reads a model's shape from its files, before any weight: HF config.json or GGUF metadata to ModelSpec."""
 
+import math
 from pathlib import Path
 
 from gguf import GGUFReader
 
 from svc_common.model.gguf_metadata import spec_from_gguf
 from svc_common.model.hf_config import spec_from_hf
-from svc_common.model.spec import ModelSpec, UnsupportedModelError
+from svc_common.model.spec import MAX_LAYERS, ModelSpec, UnsupportedModelError
 from svc_common.model.store import ModelFiles
 
-_MAX_LAYERS = 256
 _MAX_HEAD_DIM = 256
 
 
@@ -50,8 +50,8 @@ def _checked(spec: ModelSpec) -> ModelSpec:
     for what, count in counts.items():
         if count is not None and count < 1:
             raise UnsupportedModelError(f"{count} {what} make no model")
-    if spec.num_layers > _MAX_LAYERS:
-        raise UnsupportedModelError(f"{spec.num_layers} layers are over {_MAX_LAYERS}")
+    if spec.num_layers > MAX_LAYERS:
+        raise UnsupportedModelError(f"{spec.num_layers} layers are over {MAX_LAYERS}")
     if spec.num_q_heads % spec.num_kv_heads:
         raise UnsupportedModelError(f"{spec.num_q_heads} query heads are no multiple of {spec.num_kv_heads} KV heads")
     if spec.head_dim > _MAX_HEAD_DIM:
@@ -63,6 +63,8 @@ def _checked(spec: ModelSpec) -> ModelSpec:
 
 def _check_ropes(spec: ModelSpec) -> None:
     for rope in (spec.rope, spec.local_rope):
+        if rope is not None and not (0 < rope.theta < math.inf and 0 < rope.factor < math.inf):
+            raise UnsupportedModelError(f"rotary embedding of base {rope.theta} and factor {rope.factor}: not above 0")
         if rope is not None and (rope.rotary_dim % 2 or not 0 < rope.rotary_dim <= spec.head_dim):
             raise UnsupportedModelError(f"rotary dimension {rope.rotary_dim} does not fit heads of {spec.head_dim}")
     if spec.rope and spec.local_rope and spec.rope.rotary_dim != spec.local_rope.rotary_dim:

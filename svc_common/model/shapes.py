@@ -40,7 +40,8 @@ def find_shape(source: str) -> ModelFiles:
     if (path / "config.json").is_file():
         return ModelFiles(path.resolve().name, path.resolve())
     try:
-        return _from_hub(source) if HUB_ID.fullmatch(source) and not path.exists() else resolve(source)
+        of_hub = HUB_ID.fullmatch(source) and not source.startswith((".", "~")) and not path.exists()
+        return _from_hub(source) if of_hub else resolve(source)
     except ModelNotFoundError as error:
         raise ModelNotFoundError(f"{error}; shapes known by name: {', '.join(known_shapes())}") from error
 

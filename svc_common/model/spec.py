@@ -6,6 +6,8 @@ from hashlib import sha256
 from math import prod
 from typing import Literal
 
+MAX_LAYERS = 256
+
 
 class UnsupportedModelError(Exception):
     """The model cannot be served; the text names the architecture or the feature."""

@@ -186,7 +186,12 @@ class IncrementalDecoder:
 
     def push(self, token_id: int) -> str:
         """Characters completed by this token."""
-        return self._utf8.decode(self._token_bytes(token_id))
+        text = self._utf8.decode(self._token_bytes(token_id))
+        held: bytes = self._utf8.getstate()[0]
+        # Python also waits for the end of a surrogate, for the sake of "surrogatepass"; no character begins so.
+        if len(held) == 2 and held[0] == 0xED and held[1] >= 0xA0:
+            text += self._utf8.decode(b"", final=True)
+        return text
 
 
 def _decoder_parts(fast: Any) -> list[str]:

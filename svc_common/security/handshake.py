@@ -36,6 +36,10 @@ def handshake_trouble(details: str, address: str, greeting: Greeting) -> str:
     something else. Of a server that merely hangs up it can only be said what is likely.
     """
     settings = greeting.settings
+    if "Failed to create security handshaker" in details:  # Before anything was sent.
+        files = f"{settings.ca}; {settings.certificate}" if greeting.has_certificate else settings.ca
+        wrong = ", or a key is not that of its certificate" if greeting.has_certificate else ""
+        return f"no TLS with {address}: a file given here holds no PEM of the kind that it should{wrong}; see {files}"
     if "WRONG_VERSION_NUMBER" in details:
         return f"no TLS with {address}: the server speaks none; see {settings.tls}"
     if "Hostname Verification Check failed" in details:

@@ -1,5 +1,7 @@
 """Weights in one mapped file: the same logits, one copy for all processes, and no trust in what is damaged."""
 
+import errno
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,10 +12,14 @@ import torch
 from support.gpu import VARIANTS, dense_logits, load_decoder
 from support.stacks import own_environment
 
+from svc_common.decoder import layer_writer
 from svc_common.decoder.checkpoint import open_model
+from svc_common.decoder.cpu_decoder import CpuDecoder
 from svc_common.decoder.dtypes import DTYPES
 from svc_common.decoder.layer_file import LayerFile, LayerFileError
 from svc_common.decoder.layer_writer import open_layer_file
+from svc_common.decoder.load import Loader
+from svc_common.decoder.packing import Bytes
 from svc_common.model.store import ModelFiles
 
 PROMPT = [(i * 37 + 11) % 257 for i in range(40)]
@@ -99,6 +105,38 @@ def test_a_file_that_is_not_what_was_written_is_written_anew(
 def test_what_a_killed_writer_left_goes(checkpoint: Checkpoint, tmp_path: Path) -> None:
     (tmp_path / "tmpabc.part").write_bytes(b"half")
     path = open_file(checkpoint("llama"), tmp_path).path
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_writer_that_is_killed_leaves_nothing(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What lies there while it packs would stay if it ended here."""
+    files, seen = checkpoint("llama"), list[list[Path]]()
+    pack = layer_writer._pack
+
+    def watched(name: str, decoder: CpuDecoder, loader: Loader, memory: Bytes) -> None:
+        seen.append(list(tmp_path.iterdir()))
+        pack(name, decoder, loader, memory)
+
+    monkeypatch.setattr(layer_writer, "_pack", watched)
+    path = open_file(files, tmp_path).path
+    assert len(seen) > 1
+    assert not any(seen)
+    assert list(tmp_path.iterdir()) == [path]
+    good = path.read_bytes()
+    path.unlink()
+    seen.clear()
+    opened = os.open
+
+    def without_unnamed(name: Path, flags: int, *mode: int) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+        return opened(name, flags, *mode)
+
+    monkeypatch.setattr("os.open", without_unnamed)
+    assert open_file(files, tmp_path).path.read_bytes() == good
+    assert [[found.suffix for found in found_then] for found_then in seen] == [[".part"]] * len(seen)
     assert list(tmp_path.iterdir()) == [path]
 
 

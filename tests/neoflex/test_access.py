@@ -110,6 +110,12 @@ def test_without_a_key_it_is_not(guarded: InferenceServer, own: Issued) -> None:
             "expired certificate",
             "no TLS with {}: it hangs up, likely as the certificate shown has expired or does ",
         ),
+        ("a key as CA", "no TLS with {}: a file given here holds no PEM of the kind that it should; see --ca-file"),
+        (
+            "another's key",
+            "no TLS with {}: a file given here holds no PEM of the kind that it should, or a key is not that of its "
+            "certificate; see --ca-file",
+        ),
         ("plain", "{} hangs up at once: it is likely to speak TLS alone; see --tls and --ca-file, NEOFLEX_CA_FILE,"),
     ],
 )
@@ -126,6 +132,8 @@ def test_what_is_wrong_with_tls_is_said(
         "foreign certificate": Tls(own.ca, theirs.certificate, theirs.key, "planner.internal"),
         "expired certificate": Tls(own.ca, late.certificate, late.key, "planner.internal"),
         "plain": False,
+        "a key as CA": Tls(own.key, server_name="planner.internal"),
+        "another's key": Tls(own.ca, own.certificate, theirs.key, "planner.internal"),
     }[mistake]
     said = said.format(guarded.address)
     error = refused(guarded, tls, "secret")

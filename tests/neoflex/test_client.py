@@ -185,6 +185,12 @@ def test_a_misspelt_option_is_named(client: Client) -> None:
             call("hello", **options)  # type: ignore[arg-type]
 
 
+def test_a_prompt_that_is_no_text_is_refused_by_the_option_it_belongs_to(client: Client) -> None:
+    for call in (client.generate, client.stream):
+        with pytest.raises(TypeError, match=r"^the prompt must be a str, is a list; token ids go into token_ids=$"):
+            call([1, 2, 3])  # type: ignore[arg-type]
+
+
 def test_a_stream(client: Client) -> None:
     with client.stream("hello", request_id="me", logprobs=1) as stream:
         assert (stream.request_id, stream.prompt_tokens, stream.finish, stream.usage) == ("me", None, None, None)

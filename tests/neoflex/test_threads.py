@@ -48,6 +48,13 @@ def test_the_planner_says_where_they_are(service: Service, run: Run, server: Inf
     assert ended.err == f"error: {server.address} runs without a CPU attention service: cpu_attn.kv_bytes is 0\n"
 
 
+def test_another_service_is_named_as_such(run: Run, server: InferenceServer) -> None:
+    ended = run("threads", "--address", server.address)
+    assert ended.code == 1
+    said = f"what listens at {server.address} is another service, or another version: Method not found!"
+    assert ended.err == f"error: UNIMPLEMENTED: {said}\n"
+
+
 def test_what_is_no_service_is_said_before_anybody_is_called(run: Run, tmp_path: Path) -> None:
     for arguments in ("0", "70000", "--address a:1 --index 1", "--address nowhere", "--address a:1,b", "--planner b"):
         assert run("threads", *arguments.split()).code == 2

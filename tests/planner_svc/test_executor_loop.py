@@ -4,6 +4,7 @@ What follows from the loss of the executor is in test_executor_loss.py."""
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -301,6 +302,36 @@ async def test_a_change_of_policy_amid_answers(start_rig: StartRig) -> None:
     rig.server._loop.change_policy(partition)
     await asyncio.sleep(0)
     assert len(rig.executor.epochs) == 4
+
+
+async def test_a_policy_without_room_for_a_request_in_hand_is_given_up(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers on the CPU may leave the host less room for KV; what was accepted goes on all the same."""
+    partition = ExecutionPolicy(resident_layers=1, prefill_cpu_layers=1, decode_cpu_layers=1)
+    executor = two_tiers()
+
+    def size_pool(epoch: executor_pb2.OpenEpochRequest) -> str:
+        executor.host_blocks = 10 if epoch.policy.decode_cpu_layers else 100
+        return ""
+
+    executor.refuses_epoch = size_pool
+    rig = await start_rig(executor, FakeHost())
+    loop = rig.server._loop
+    stream = rig.stub.GenerateStream(streaming(request(LONG_PROMPT, max_tokens=60)))
+    await first_delta(stream)
+    loop.change_policy(partition)
+    await rig.until(lambda: len(executor.epochs) == 3 and bool(executor.held))
+    monkeypatch.setattr(loop, "_policies", SimpleNamespace(consider=lambda *_: partition, opened=lambda *_: None))
+    await loop._consider_policy(loop._epochs.number)
+    assert loop._epochs.policy is None
+    assert tokens_of(await collect(stream))[-5:] == answer_of(rig, LONG_PROMPT, 60)[-5:]
+    assert [epoch.policy.decode_cpu_layers for epoch in executor.epochs] == [0, 1, 0]
+    # With nobody in hand there is room. What is too long from then on never fits, whatever there was before.
+    await loop._consider_policy(loop._epochs.number)
+    await rig.until(has_host_blocks(rig, 10))
+    code, reason, _ = await refused(rig.stub.Generate(request(LONG_PROMPT, max_tokens=60)))
+    assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "EXCEEDS_KV")
 
 
 async def test_no_policy_is_chosen_any_more_while_it_drains(

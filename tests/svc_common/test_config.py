@@ -63,6 +63,7 @@ GIB = 2**30
             "test: cpu_attn.elastic needs cpu_attn.kv_bytes greater than 0",
         ),
         ({"cpu_attn": {"min_threads": 0}}, "cpu_attn.min_threads: must be greater than or equal to 1, is 0"),
+        ({"model": {"source": ""}}, "model.source: must not be empty"),
         ({"planner": {"listen": ""}}, "planner.listen: "),
         ({"gpu": {"listen": "localhost"}}, """gpu.listen: must be "host:port" or "unix:path", is 'localhost'"""),
         ({"gpu": {"listen": "unix:"}}, "gpu.listen: "),
@@ -264,7 +265,7 @@ class TestAddressesOfTheEnvironment:
             "planner.client_certificates has no effect: planner.listen is a Unix socket",
         ),
         ({"gateway": {"certificate": "c"}}, "gateway: certificate and key go together, key is missing"),
-        ({"tls": {"certificate": "c"}}, "tls.key: Field required"),
+        ({"tls": {"certificate": "c"}}, "test: tls.key: is missing"),
         ({"tls": {"certificate": "c", "key": "k", "cas": "a"}}, "tls.cas: unknown key"),
     ],
 )

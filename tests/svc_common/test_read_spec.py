@@ -1,6 +1,7 @@
 """A model's shape from config.json and from GGUF metadata, and refusals that name what is not supported."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -217,7 +218,15 @@ def test_matrices_of_a_layer_and_their_sizes(write: WriteConfig) -> None:
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "lacks short_factor"),
         ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0]}}, "short_factor has 1 numbers, 4 are"),
         ({"rope_parameters": {"full_attention": {}}}, "by kind of layer are not supported in this architecture"),
-        ({"num_hidden_layers": 257}, "257 layers are over 256"),
+        ({"num_hidden_layers": 257}, r"config\.json: num_hidden_layers is 257, over 256"),
+        (GEMMA3 | {"num_hidden_layers": 10**30}, "num_hidden_layers is 1000000000000000000000000000000, over 256"),
+        ({"vocab_size": 2**31}, "vocab_size is 2147483648, over 2147483647"),
+        ({"num_hidden_layers": True}, "num_hidden_layers must be a whole number of at least 1, is True"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps must be a number above 0, is 'x'"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps must be a number above 0, is nan"),
+        (GEMMA3 | {"query_pre_attn_scalar": -1}, "query_pre_attn_scalar must be a number above 0, is -1"),
+        (GEMMA3 | {"attn_logit_softcapping": math.inf}, "attn_logit_softcapping must be a number above 0, is inf"),
+        ({"rope_theta": -10000.0}, r"rotary embedding of base -10000\.0 and factor 1\.0: not above 0"),
         (GEMMA3 | {"use_bidirectional_attention": True}, "bidirectional attention is not supported"),
         (GEMMA3 | {"hidden_activation": "gelu"}, "activation gelu is not supported"),
         (OPT | {"do_layer_norm_before": False}, "OPT with do_layer_norm_before = False is not supported"),
@@ -227,9 +236,9 @@ def test_matrices_of_a_layer_and_their_sizes(write: WriteConfig) -> None:
         ({"torch_dtype": "float8_e4m3fn"}, "weights of type float8_e4m3fn are not supported"),
         ({"num_key_value_heads": 3}, "8 query heads are no multiple of 3 KV heads"),
         ({"head_dim": 512}, "head dimension 512 is over 256"),
-        ({"head_dim": -8}, "-8 elements in a head make no model"),
-        ({"num_key_value_heads": -2}, "-2 KV heads make no model"),
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, "0 tokens in the sliding window"),
+        ({"head_dim": -8}, "head_dim must be a whole number of at least 1, is -8"),
+        ({"num_key_value_heads": -2}, "num_key_value_heads must be a whole number of at least 1, is -2"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, "sliding_window must be a whole number"),
         ({"architectures": "BloomForCausalLM"}, "architecture BloomForCausalLM is not supported"),
         ({"hidden_size": None}, r"config\.json: hidden_size must be a whole number of at least 1, is None"),
         ({"hidden_size": "many"}, "hidden_size must be a whole number of at least 1, is 'many'"),

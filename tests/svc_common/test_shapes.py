@@ -41,6 +41,8 @@ def test_a_configuration_by_its_directory_or_itself(tmp_path, monkeypatch):
         ModelNotFoundError, match=r"'gpt-9' is no built-in model .*; shapes known by name: llama-2-70b, "
     ):
         find_shape("gpt-9")
+    with pytest.raises(ModelNotFoundError, match=r"^\./absent: no such file or directory; shapes known by name: "):
+        find_shape("./absent")
 
 
 def test_of_a_hub_id_all_but_the_weights_is_fetched(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tokenizers
 import transformers
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support import tiny_tokenizers
 
@@ -60,6 +60,8 @@ def test_text_survives_both_kinds(text: str) -> None:
 
 
 @given(st.lists(st.integers(0, len(BYTE_LEVEL) - 1), max_size=40))
+@example(ids=[169, 94])  # ED A1: the start of a surrogate, and of no character.
+@example(ids=[169, 94, 64])
 def test_a_stream_is_the_whole_less_half_a_character(ids: list[int]) -> None:
     data = b"".join(map(LEVEL.token_bytes, ids))
     assert incremental(LEVEL, ids) == less_incomplete_end(data)
