@@ -49,6 +49,16 @@ class GpuConfig(Section):
             raise ValueError(f'dtype "{self.dtype}" is for device "cpu"; on cuda it is not built')
         return self
 
+    @model_validator(mode="after")
+    def _asks_of_the_cpu_what_it_has(self) -> "GpuConfig":
+        if self.device != "cpu":
+            return self
+        if self.graph_bytes:
+            raise ValueError(f'graph_bytes is {int(self.graph_bytes)}, device "cpu" has no graphs: leave it out')
+        if self.kv_bytes == "auto" and self.memory_bytes is None:
+            raise ValueError('kv_bytes "auto" on device "cpu" needs memory_bytes: all else here shares its memory')
+        return self
+
 
 class CpuAttnConfig(Section):
     """cpu_attn_svc: the host tier. Of several services, say one for each NUMA node, each has a table of its own,

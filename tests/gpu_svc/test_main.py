@@ -92,9 +92,10 @@ def test_kv_takes_what_all_else_leaves(
 ) -> None:
     """Less a part that stays free; and where not all layers fit beside an iteration's KV, that much and the rest."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
 
     def start(memory_bytes: int | None, **planner: int) -> Executor:
-        gpu = {"device": "cpu", "dtype": "fp32", "kv_bytes": "auto"}
+        gpu = {"device": "auto", "dtype": "fp32", "kv_bytes": "auto"}
         if memory_bytes is not None:
             gpu["memory_bytes"] = memory_bytes
         limits = {"max_running_sequences": 4, "max_batch_tokens": 40, "max_sequence_tokens": 64} | planner

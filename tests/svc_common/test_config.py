@@ -30,6 +30,14 @@ GIB = 2**30
             {"gpu": {"dtype": "int8", "device": "cuda"}},
             'test: gpu: dtype "int8" is for device "cpu"; on cuda it is not built',
         ),
+        (
+            {"gpu": {"device": "cpu", "graph_bytes": "1MiB"}},
+            'test: gpu: graph_bytes is 1048576, device "cpu" has no graphs: leave it out',
+        ),
+        (
+            {"gpu": {"device": "cpu", "kv_bytes": "auto"}},
+            'test: gpu: kv_bytes "auto" on device "cpu" needs memory_bytes: all else here shares its memory',
+        ),
         ({"gpu": {"dtype": "int2"}}, "gpu.dtype: must be 'auto', 'fp32', 'bf16', 'fp16', 'int8' or 'int4', is 'int2'"),
         ({"kv": {"host_dtype": "int4"}}, "kv.host_dtype: must be 'auto', 'fp32', 'bf16', 'fp16' or 'int8', is 'int4'"),
         (
