@@ -4,10 +4,9 @@ Runs before the epoch's first plan, when no block holds anything. A grid ends ea
 it, time is linear in what still grows, and start-up must not take minutes.
 """
 
-import logging
 import statistics
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import cycle
 
@@ -23,8 +22,6 @@ from gpu_svc.cpu_trip import CpuTrip, cpu_trip, noise
 from gpu_svc.graphs import Graphs, Ready
 from gpu_svc.host_tier import HostPool, HostTier
 from gpu_svc.kv_cache import GpuKvCache, KvPlaces
-from gpu_svc.kv_layout import KvBlocks
-from gpu_svc.kv_swap import BlockMoves, copy_blocks
 from gpu_svc.limits import Int32Array, Limits
 from gpu_svc.link import Link
 from gpu_svc.lower_pool import LowerTables
@@ -35,6 +32,7 @@ from gpu_svc.sampling import SamplingRows, sample
 from gpu_svc.sequences import SequenceTable
 from gpu_svc.stopwatch import LONG_S, Stopwatch
 from gpu_svc.tables import Tables
+from gpu_svc.transfer_profiler import link_bytes_per_s, swap_bytes_per_s
 from svc_common.decoder.decoder import Decoder, Workspace
 from svc_common.model.spec import LayerSpec
 from svc_common.plan import IterationPlan, Mode, NewSequence, Sampling, SubBatch, Tier
@@ -42,13 +40,7 @@ from svc_common.policy import ExecutionPolicy
 
 _NO_CPU_LAYERS = ExecutionPolicy(resident_layers=0)
 _FACTOR_POINTS = 3
-_SWAP_BYTES = 16 * 2**20
-_LINK_BYTES = 64 * 2**20
-_LINK_S = 0.05
-"""Of crossing an emulated link, at most."""
 _ITERATION_SEQUENCES = 4  # A point of all tables, as is 1.
-
-logger = logging.getLogger(__name__)
 
 
 class NonFiniteLogitsError(Exception):
@@ -126,10 +118,10 @@ class Profiler:
             gpu_decode=points(decode),
             cpu_decode=points(attention),
             head=points(head),
-            swap_bytes_per_s=self._swap_bytes_per_s(),
+            swap_bytes_per_s=swap_bytes_per_s(self.host, self.cache, self.link, self.policy, self.decoder),
             iteration_s=self._iteration_s(linear, decode, head),
             cpu_copy=points(copies),
-            link_bytes_per_s=self._link_bytes_per_s(),
+            link_bytes_per_s=link_bytes_per_s(self.link, self.decoder.device),
             cpu_signal_s=statistics.median(trip.signal_s for trip in trips) if trips else 0.0,
             cpu_pool_factors=tuple(map(self._pool_factor, self._pools)) if len(self._pools) > 1 else (),
             cpu_linear=points(cpu_linear),
@@ -273,49 +265,6 @@ class Profiler:
         drawn = sample(self.decoder.logits(hidden), rows)
         if len(drawn.bad_rows) == len(hidden):
             raise NonFiniteLogitsError("the model computes NaN or infinity whatever it is given")
-
-    def _swap_bytes_per_s(self) -> float:
-        """There and back, in the host's bytes. 0 where there is no second tier."""
-        pool = self._pool
-        if pool is None or not self.cache.num_blocks:
-            return 0.0
-        shape = self.cache.shape
-        # All layers of a block move, those in the lower pool within host memory.
-        block_bytes = replace(shape, num_layers=self.decoder.spec.num_layers).host_block_bytes
-        num_blocks = min(self.cache.num_blocks, pool.num_blocks, max(1, _SWAP_BYTES // block_bytes))
-        blocks = np.arange(num_blocks, dtype=np.int32)
-        moves = BlockMoves(blocks, blocks, np.full(num_blocks, shape.block_tokens, np.int32))
-        assert self.host is not None
-        gpu, tier, lower = KvBlocks(self.cache.blocks), self.host, pool.lower
-        on_host = blocks + np.int32(tier.first_blocks[tier.pools.index(pool)])
-        out, back = replace(moves, target=on_host), replace(moves, source=on_host)
-        none = BlockMoves(*[np.zeros(0, np.int32)] * 3)
-        tables = LowerTables(self.cache.num_blocks)
-
-        def there_and_back() -> None:
-            if self.policy.decode_cpu_layers:
-                copy_blocks(lower, lower, tables.to_host(moves), shape.head_dim)
-                copy_blocks(lower, lower, tables.to_gpu(moves), shape.head_dim)
-            if self._upper_layers:
-                tier.swap(self.link, gpu, out, none, shape)
-                tier.swap(self.link, gpu, none, back, shape)
-                tier.settle()
-
-        return 2 * num_blocks * block_bytes / self._watch.least_s(there_and_back)
-
-    def _link_bytes_per_s(self) -> float:
-        """As weights cross it."""
-        lane, device = self.link.to_device, self.decoder.device
-        if device.type == "cuda":
-            from gpu_svc.cuda.link import measure_link
-
-            rates = measure_link(device, _LINK_BYTES)
-            logger.info("link: %s", rates)
-            return rates.to_device
-        num_bytes = min(_LINK_BYTES, round(lane.bytes_per_s * _LINK_S) or _LINK_BYTES)
-        source, target = torch.zeros(num_bytes, dtype=torch.uint8), torch.zeros(num_bytes, dtype=torch.uint8)
-        cross_once = partial(lane.carry, num_bytes, lambda piece: target[piece].copy_(source[piece]))
-        return num_bytes / self._watch.least_s(cross_once)
 
     def _iteration_s(
         self,
