@@ -34,6 +34,9 @@ _GAIN = 1.1
 """In throughput that the CPU must promise to be used at all: the end of a burst takes some of it back."""
 _SHORTEST_S = 1e-9
 """An estimator without measurements says 0."""
+_MOST_OF_ASKED = 1.4
+"""On average over answers under way, of what the last hundred requests ask for, which are others. Simulated on every
+machine and workload: with 1.25 a burst of short answers loses, with 1.45 one on a fast GPU."""
 _WEIGHT = 0.01
 """Of the newest request in the averages."""
 
@@ -65,10 +68,11 @@ class Mix:
     def output_tokens(self) -> float:
         """Tokens over ends: answers still under way count, so that those that end first, the short ones, don't mislead.
 
-        The maximum likelihood of an exponential distribution of which part is still to come; never more than is asked
-        for, since no answer is longer.
+        The maximum likelihood of an exponential distribution of which part is still to come. No answer is longer than
+        what is asked for, so on average they are not much longer than what the last ones ask for.
         """
-        return min(self._asked_tokens, (self._asked_tokens + self._generated_tokens) / (1 + self._num_finished))
+        so_far = (self._asked_tokens + self._generated_tokens) / (1 + self._num_finished)
+        return min(_MOST_OF_ASKED * self._asked_tokens, so_far)
 
     @property
     def prefill_per_decode(self) -> float:
